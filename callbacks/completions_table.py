@@ -48,17 +48,17 @@ class CompletionsTable(RunCallback):
     """Shows prompts, completions and rewards: some on the console, more in the loggers, all in Parquet files.
 
     The files ``<run>/completions/step_000012.parquet`` have a row for each trajectory, in full
-    (:mod:`rlightning.report.trajectories`). Other ranks than 0 write ``step_000012.rank1.parquet`` and so on; reading
+    (:mod:`rlightning.report.trajectories`). Ranks other than 0 write ``step_000012.rank1.parquet`` and so on; reading
     the folder reads all files. Micro-batches of one step are in one file. W&B gets a table, TensorBoard a text, CSV
     nothing. If a file cannot be written, the run continues without it.
 
-    From a loop that is not Lightning's it needs ``on_reward_end`` or ``on_update_start`` (or both) with the batch. The
-    loop's object may have ``default_root_dir`` (else give ``path``), ``global_step`` (finished steps; otherwise batches
-    are counted here), ``global_rank`` (otherwise that of torch.distributed) and ``loggers``. A loop with micro-batches
-    needs ``global_step``, and fires ``on_update_end`` after each micro-batch.
+    In a loop that is not Lightning's, the callback needs ``on_reward_end`` or ``on_update_start`` (or both) with the
+    batch. The loop's object may have ``default_root_dir`` (else give ``path``), ``global_step`` (finished steps;
+    otherwise batches are counted here), ``global_rank`` (otherwise that of torch.distributed) and ``loggers``. A loop
+    with micro-batches needs ``global_step``, and calls ``on_update_end`` after each micro-batch.
 
     Args:
-        every_n_steps: show and write every n-th rollout step, and the first.
+        every_n_steps: show and write the first and every n-th rollout step.
         num_console: number of completions on the console, 0 for none: the best and the worst, then some in between.
         num_logged: number of completions in the loggers; 0 for none.
         path: folder of the Parquet files; by default ``completions`` in the run's folder.
@@ -101,7 +101,7 @@ class CompletionsTable(RunCallback):
         return self.folder(trainer) if stage == "fit" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Raise a ConfigError if the folder cannot be written to, before anything is generated."""
+        """Raise a ConfigError if the folder is not writable, before anything is generated."""
         super().setup(trainer, pl_module, stage)
         folder = self.folder(trainer)
         if folder.exists() and not folder.is_dir():
@@ -148,7 +148,7 @@ class CompletionsTable(RunCallback):
         self._is_updating = True
 
     def on_update_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Record that the update has ended, so that a later rollout is no repetition of its step."""
+        """Record that the update has ended, so that a later rollout does not count as a repetition of its step."""
         self._is_updating = False
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:

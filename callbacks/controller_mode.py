@@ -22,8 +22,8 @@ class ControllerMode(RLCallback):
     A controller has no model and never creates a CUDA context: calls that synchronize a device or read its memory do
     nothing. Without this callback a process is SPMD.
 
-    From a loop that is not Lightning's it needs a call of ``setup(loop, module, "fit")`` before the loop's first use of
-    a device. ``loop.strategy``, if it exists, may declare an ``execution_mode``, and in a worker a ``controller``.
+    In a loop that is not Lightning's, call ``setup(loop, module, "fit")`` before the loop's first use of a device.
+    ``loop.strategy``, if it exists, may declare an ``execution_mode``, and in a worker a ``controller``.
 
     Args:
         mode: "auto" for the strategy's mode, or "spmd" if it declares none.

@@ -19,18 +19,19 @@ log = logging.getLogger(__name__)
 class DeviceSyncBeforeBarrier(RLCallback):
     """Each rank synchronizes its device before it enters a barrier.
 
-    A barrier waits for processes, whose work on their devices may still run when it returns. A process that then reads
-    another rank's memory, files or engine may find them half-written. With this callback all device work that any rank
-    had queued before the barrier is finished when it returns. On the CPU, and in a controller, it does nothing.
+    A barrier waits for processes, but their work on devices may still run when the barrier returns. A process that then
+    reads another rank's memory, files or engine may find them half-written. With this callback all device work that any
+    rank had queued before the barrier is finished when the barrier returns. On the CPU, and in a controller, the
+    callback does nothing.
 
-    It covers ``rlightning.parallel.barrier``, which rlightning's strategies use, and the loop's own barrier:
-    ``strategy.barrier`` of Lightning's Trainer and of a Fabric, accelerate's ``wait_for_everyone`` (transformers'
-    ``Trainer``), or a ``barrier`` attribute of a user's object. From a loop that is not Lightning's it needs
-    ``setup(loop, module, "fit")`` and, in the end, ``teardown(loop, module, "fit")``, which restores the barriers. The
+    The callback applies to ``rlightning.parallel.barrier``, which rlightning's strategies use, and to the loop's own
+    barrier: ``strategy.barrier`` of Lightning's Trainer and of a Fabric, accelerate's ``wait_for_everyone``
+    (transformers' ``Trainer``), or a ``barrier`` attribute of a user's object. In a loop that is not Lightning's, call
+    ``setup(loop, module, "fit")`` and, at the end, ``teardown(loop, module, "fit")``, which restores the barriers. The
     loop must call one of these barriers, not ``torch.distributed.barrier`` directly.
 
     Args:
-        device: to synchronize, such as "cuda:1"; by default the loop's or the module's.
+        device: the device to synchronize, such as "cuda:1"; by default the loop's or the module's.
     """
 
     runs_in = "workers"

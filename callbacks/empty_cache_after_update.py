@@ -10,22 +10,23 @@ from rlightning.protocols import Loop, StateDict
 
 
 class EmptyCacheAfterUpdate(RunCallback):
-    """Returns the caching allocator's unused blocks to the device after an update, and before an engine wakes there.
+    """Returns the caching allocator's unused blocks to the device after an update, and before an engine there wakes.
 
-    Memory that an update has freed stays reserved by the process, so that an engine on the same device lacks it when it
-    wakes; and with lengths that vary from step to step, blocks fragment and grow. On the CPU, and in a controller, the
-    callback does nothing.
+    Memory that an update has freed stays reserved by the process, so that an engine on the same device may lack memory
+    when it wakes. With lengths that vary from step to step, blocks also fragment and grow. On the CPU, and in a
+    controller, the callback does nothing.
 
-    From a loop that is not Lightning's it needs ``on_update_end`` after the update's tensors are freed, and
+    In a loop that is not Lightning's, the callback needs ``on_update_end`` after the update's tensors are freed, and
     ``on_weight_sync_start`` before an engine on the same device wakes. The device is found from the loop's ``device``,
     or the module's. ``module.log_dict`` gets the metrics, if it exists.
 
     Args:
-        every_n_updates: empty the cache only after every n-th update, and at the weight sync and wake that follow.
-        min_free_bytes: empty it only if fewer bytes are free on the device.
-        max_reserved_ratio: empty it only if reserved memory exceeds allocated memory by this factor, such as 1.1. With
-            both conditions, one suffices; with neither, the cache is always emptied.
-        before_wake: also empty it before weights are sent to an engine, and before the engine allocates its KV cache.
+        every_n_updates: empty the cache only after every n-th update, and at the following weight sync and wake.
+        min_free_bytes: empty the cache only if fewer bytes are free on the device.
+        max_reserved_ratio: empty the cache only if reserved memory exceeds allocated memory by this factor, such as
+            1.1. With both conditions, one suffices; with neither, the cache is always emptied.
+        before_wake: also empty the cache before weights are sent to an engine, and before the engine allocates its KV
+            cache.
 
     Attributes:
         last: metrics of the last emptying after an update, before a sync, and before a wake, by name (docs/metrics.md).
@@ -97,7 +98,7 @@ class EmptyCacheAfterUpdate(RunCallback):
         before = platform.memory_use(device)
         if before is None or not self.pays(before):
             return
-        platform.synchronize(device)  # freeing waits for the device: that is not what it costs
+        platform.synchronize(device)  # freeing waits for the device, which is not part of its cost
         begun = perf_counter()
         platform.empty_cache(device)
         cost_ms = 1000 * (perf_counter() - begun)
@@ -114,7 +115,7 @@ class EmptyCacheAfterUpdate(RunCallback):
         log_metrics(module, metrics)
 
     def pays(self, memory: platform.MemoryUse) -> bool:
-        """Return whether the thresholds require emptying the cache now."""
+        """Return whether the thresholds require that the cache is emptied now."""
         reasons = []
         if self.min_free_bytes is not None:
             reasons.append(memory.free < self.min_free_bytes)

@@ -23,10 +23,11 @@ class MakeRoomForEngine(OffloadDuringRollout):
     engine's memory is measured when it first goes to sleep. ``VLLMRollout`` calls the hooks by itself; other loops need
     ``on_weight_sync_start`` before the engine wakes, ``on_engine_wake`` after it has the weights and before it
     allocates its KV cache, ``on_weight_sync_end`` when it is awake, and ``on_engine_sleep`` when it has freed its
-    memory. Optimizers and parameters are found as by :class:`OffloadDuringRollout`. On the CPU it does nothing.
+    memory. Optimizers and parameters are found as by :class:`OffloadDuringRollout`. On the CPU the callback does
+    nothing.
 
     Attributes:
-        engine_bytes: that the engine frees when it sleeps; 0 until it has slept.
+        engine_bytes: number of bytes that the engine frees when it sleeps; 0 until it has slept.
     """
 
     moved_each_step = frozenset[str]()
@@ -45,30 +46,30 @@ class MakeRoomForEngine(OffloadDuringRollout):
         self._told.clear()
 
     def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """Measure the memory that other processes hold while the engine is awake."""
+        """Measure the memory that other processes use while the engine is awake."""
         memory = platform.memory_use(platform.device_of(trainer, module))
         if memory is not None:
-            self._others_awake = max(self._others_awake, _held_by_others(memory))
+            self._others_awake = max(self._others_awake, _used_by_others(memory))
 
     def on_engine_sleep(self, trainer: Loop, module: object) -> None:
         """Measure how much memory the engine has freed, and move offloaded tensors back."""
         memory = platform.memory_use(platform.device_of(trainer, module))
         if memory is not None and self._others_awake:
-            self.engine_bytes = max(self.engine_bytes, self._others_awake - _held_by_others(memory))
+            self.engine_bytes = max(self.engine_bytes, self._others_awake - _used_by_others(memory))
         super().on_engine_sleep(trainer, module)
 
     def is_needed(self, trainer: Loop, module: object) -> bool:
         """Return whether the engine still lacks memory after the allocator's cache was emptied."""
         device = platform.device_of(trainer, module)
         memory = platform.memory_use(device)
-        if memory is None or not self.engine_bytes or _lacking(memory, self._others_awake) <= 0:
+        if memory is None or not self.engine_bytes or _missing_bytes(memory, self._others_awake) <= 0:
             return False
         platform.empty_cache(device)
         kept, wanted = (memory.reserved - memory.allocated) / GIB, self.engine_bytes / GIB
-        self._tell("what PyTorch keeps for later", f"({kept:.1f} GiB now) makes room for its {wanted:.1f} GiB")
+        self._log_once("what PyTorch keeps for later", f"({kept:.1f} GiB now) makes room for its {wanted:.1f} GiB")
         memory = platform.memory_use(device)
         assert memory is not None
-        return _lacking(memory, self._others_awake) > 0
+        return _missing_bytes(memory, self._others_awake) > 0
 
     def _offload_state(self, trainer: Loop, module: object) -> None:
         before = self.num_bytes
@@ -83,21 +84,21 @@ class MakeRoomForEngine(OffloadDuringRollout):
     def _tell_of_offload(self, what: str, before: int) -> None:
         moved = self.num_bytes - before
         if moved > 0:
-            self._tell(what, f"in the host's memory until it sleeps ({moved / GIB:.1f} GiB now)")
+            self._log_once(what, f"in the host's memory until it sleeps ({moved / GIB:.1f} GiB now)")
 
-    def _tell(self, what: str, how: str) -> None:
-        """Log, only once, what is done for the engine from now on."""
+    def _log_once(self, what: str, how: str) -> None:
+        """Log, only once, what is done from now on to free memory for the engine."""
         if what not in self._told:
             self._told.add(what)
             log.info("When the engine wakes, %s %s.", what, how)
 
 
-def _held_by_others(memory: platform.MemoryUse) -> int:
-    """Return the bytes that are used outside of this process's allocator, by engines, CUDA contexts and others."""
+def _used_by_others(memory: platform.MemoryUse) -> int:
+    """Return the bytes that are used outside of this process's allocator, such as by engines and CUDA contexts."""
     return memory.total - memory.free - memory.reserved
 
 
-def _lacking(memory: platform.MemoryUse, others_awake: int) -> int:
-    """Return how many bytes are missing for other processes to use as much as when the engine was awake."""
-    still = others_awake - _held_by_others(memory)
+def _missing_bytes(memory: platform.MemoryUse, others_awake: int) -> int:
+    """Return how many bytes other processes lack to use as much memory as when the engine was awake."""
+    still = others_awake - _used_by_others(memory)
     return still + MARGIN_BYTES - memory.free if still > NOISE_BYTES else 0

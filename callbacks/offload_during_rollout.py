@@ -26,17 +26,17 @@ class OffloadDuringRollout(RunCallback):
     the same objects, so that torch's optimizers, the wrappers of Lightning, Fabric and accelerate, and FSDP2's shards
     are not affected. Tensors on the CPU are not moved.
 
-    From a loop that is not Lightning's it needs ``on_rollout_start`` or ``on_weight_sync_start``, and
+    In a loop that is not Lightning's, the callback needs ``on_rollout_start`` or ``on_weight_sync_start``, and
     ``on_rollout_end``, or at the latest ``on_update_start``; for ``parameters`` also ``on_engine_wake`` after the
-    engine has received the weights and ``on_engine_sleep`` when it has freed its memory. It takes the optimizers from
-    ``loop.optimizers`` or ``loop.optimizer``, the parameters from them and from ``module.parameters()``. At the end the
-    loop calls ``teardown(loop, module, "fit")``. ``module.log_dict`` gets the metrics, if it exists.
+    engine has received the weights and ``on_engine_sleep`` when it has freed its memory. Optimizers are taken from
+    ``loop.optimizers`` or ``loop.optimizer``, parameters from the optimizers and from ``module.parameters()``. At the
+    end the loop calls ``teardown(loop, module, "fit")``. ``module.log_dict`` gets the metrics, if it exists.
 
     Args:
-        optimizer: move the optimizer's state.
-        gradients: move gradients; a loop that sets them to None has none to move.
-        parameters: move parameters, including those of frozen models in ``module.roles``. This requires an engine that
-            reports when it wakes and sleeps.
+        optimizer: whether to move the optimizer's state.
+        gradients: whether to move gradients; a loop that sets them to None has none to move.
+        parameters: whether to move parameters, including those of frozen models in ``module.roles``. This requires an
+            engine that reports when it wakes and sleeps.
 
     Attributes:
         last: the metrics of the last offload and return, by name (docs/metrics.md).
@@ -65,13 +65,13 @@ class OffloadDuringRollout(RunCallback):
         self.last = {}
 
     def drop_step(self) -> None:
-        """Mark the engine as asleep: after an interrupted step its sleep is not reported."""
+        """Record that the engine sleeps: after an interrupted step its sleep is not reported."""
         self._is_engine_awake = False
         self._offload_seconds = 0.0
 
     @property
     def moved_each_step(self) -> frozenset[str]:
-        """The parts of memory, by the plan's names, that are on the host while an engine is awake."""
+        """The parts of memory that are on the host while an engine is awake, by their names in the memory plan."""
         parts = {"optimizer_state"} if self.optimizer else set()
         return frozenset(parts | ({"parameters", "frozen_models"} if self.parameters else set()))
 
@@ -117,7 +117,7 @@ class OffloadDuringRollout(RunCallback):
     on_test_end = on_predict_end = on_validation_end
 
     def on_update_start(self, trainer: Loop, module: object, batch: object) -> None:
-        """Move the offloaded tensors back if they still are on the host."""
+        """Move the offloaded tensors back if they are still on the host."""
         self._restore(module)
 
     def on_save_checkpoint(self, trainer: Loop, pl_module: object, checkpoint: StateDict) -> None:
@@ -192,7 +192,7 @@ def _optimizer_state(trainer: Loop) -> Iterator[Tensor]:
 
 
 def _parameters(trainer: Loop, module: object) -> Iterator[Tensor]:
-    """Yield the parameters of the optimizers, the module and its roles; some occur repeatedly."""
+    """Yield the parameters of the optimizers, the module and its roles; some are yielded more than once."""
     for optimizer in _optimizers(trainer):
         for group in optimizer.param_groups:
             yield from group["params"]

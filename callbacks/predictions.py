@@ -39,15 +39,15 @@ class JSONLPredictions(RLCallback):
     its own file, ``<name>.rank1.jsonl`` and so on.
 
     A run that finds a partial file continues it: prompts in the file are not completed again. The file must have been
-    started with the same model, sampling, prompts and number of ranks; otherwise the run is refused.
+    started with the same model, sampling, prompts and number of ranks; otherwise the run raises an error.
 
-    From a loop that is not Lightning's it needs ``on_predict_start``, ``on_predict_batch_end`` with a ``list[(Prompt,
-    list[Trajectory])]`` as the outputs, and ``on_predict_end``. The loop's object has ``default_root_dir`` unless
-    ``path`` is given. By :meth:`is_done` the loop can skip finished prompts.
+    In a loop that is not Lightning's, the callback needs ``on_predict_start``, ``on_predict_batch_end`` with a
+    ``list[(Prompt, list[Trajectory])]`` as the outputs, and ``on_predict_end``. The loop's object has
+    ``default_root_dir`` unless ``path`` is given. With :meth:`is_done` the loop can skip finished prompts.
 
     Args:
         path: the file, Parquet if its name ends in ``.parquet``; by default ``predictions.jsonl`` in the run's folder.
-            It must not exist yet.
+            The file must not exist yet.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -59,7 +59,7 @@ class JSONLPredictions(RLCallback):
 
     @property
     def state_key(self) -> str:
-        """A key with the path, since two of these callbacks write two files."""
+        """A key that contains the path, since two of these callbacks write two files."""
         return self._generate_state_key(path=self.path)
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
@@ -67,7 +67,7 @@ class JSONLPredictions(RLCallback):
         return self._path(trainer) if stage == "predict" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Raise an error if the file exists, and leave out prompts that an interrupted run has completed."""
+        """Raise an error if the file exists, and exclude prompts that an interrupted run has completed."""
         check_repeated(callbacks_of(trainer))
         check_outputs(trainer, stage)
         if stage == "predict":
@@ -86,7 +86,7 @@ class JSONLPredictions(RLCallback):
         """Return whether an earlier run has completed a prompt.
 
         Raises:
-            ConfigError: it has completed another prompt with this index.
+            ConfigError: the earlier run has completed another prompt with this index.
         """
         if prompt.index not in self._earlier:
             return False
@@ -129,7 +129,7 @@ class JSONLPredictions(RLCallback):
         logger.info("%d completions of %d prompts in %s", file.num_completions, file.num_prompts, file.path)
 
     def teardown(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Rename the file to its final name if no prompt was left: Lightning calls no other hook then."""
+        """Rename the file to its final name if there was no prompt to complete: Lightning then calls no other hook."""
         if stage == "predict" and self._file is not None:
             self.on_predict_end(trainer, pl_module)
 
@@ -144,7 +144,7 @@ class JSONLPredictions(RLCallback):
             logger.info("%d prompts' completions are in %s; %s", file.num_prompts, file.partial, rest)
 
     def _prepare(self, trainer: Loop, module: object) -> PredictionFile:
-        """Read the files of earlier runs, of all ranks, and have the data module leave out their prompts."""
+        """Read the files of earlier runs, of all ranks, and have the data module exclude their prompts."""
         paths, rank = self._rank_paths(trainer), rank_in(trainer)
         data = trainer.datamodule if has(trainer, HasData) else None
         files = [PredictionFile(path, prediction_settings(trainer, module, data)) for path in paths]
@@ -167,7 +167,7 @@ class JSONLPredictions(RLCallback):
         return own
 
     def _read_earlier(self, own: PredictionFile, files: list[PredictionFile]) -> dict[int, int]:
-        """Read the files of all ranks; after a kill some may be complete and others partial."""
+        """Return the prompts in the files of all ranks; after a kill some may be complete and others partial."""
         if own.path.exists() and not any(file.is_begun for file in files if len(files) > 1):
             raise ConfigError(
                 f"path='{own.path}' is there already and is not overwritten. Name another file, or move it away."
@@ -178,7 +178,7 @@ class JSONLPredictions(RLCallback):
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "predictions.jsonl"
 
     def _rank_paths(self, trainer: Loop) -> list[Path]:
-        """Return the final paths of all ranks' files; raises if partial files have another number of ranks."""
+        """Return the final paths of all ranks' files; raise an error for partial files of another number of ranks."""
         path = self._path(trainer)
         num_ranks = num_ranks_in(trainer)
         paths = [path]

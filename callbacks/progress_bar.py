@@ -21,17 +21,17 @@ logger = logging.getLogger("rlightning")
 class RLProgressBar(RichProgressBar, PhaseTimer):
     """Lightning's rich progress bar, which counts rollout steps and shows RL metrics.
 
-    It shows reward (or loss if there are no rewards), completion length, tokens per second, and the seconds of each
-    phase. If standard output is no terminal, it logs a line for each step instead; and always a line for every
-    validation set::
+    The bar shows reward (or loss if there are no rewards), completion length, tokens per second, and the seconds of
+    each phase. If standard output is not a terminal, a line is logged for each step instead. A line is always logged
+    for every validation set::
 
         step 12/200 | reward 0.412 | length 5.1 | 8,123 tokens/s | generate 0.6s reward 0.0s update 0.9s sync 0.0s
         validation at step 50 | gsm8k | reward 0.431 | pass@1 0.431 | length 5.0 | truncated 0.0%
 
-    It needs a Lightning ``Trainer``; in other loops, use ``Throughput``.
+    The callback needs a Lightning ``Trainer``; in other loops, use ``Throughput``.
 
     Args:
-        refresh_rate: redraws of the bar a second; 0 disables bar and lines.
+        refresh_rate: number of redraws of the bar a second; 0 disables bar and lines.
         line_every_n_steps: without a terminal, log every n-th step (and the last one).
         leave: keep the finished bar on the console.
     """
@@ -47,7 +47,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether a bar is drawn; without one, lines are logged."""
+        """Whether a bar is drawn; otherwise lines are logged."""
         return self._is_live and super().is_enabled
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
@@ -112,7 +112,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return nothing, since metrics are shown in the line below the bar, not to its right."""
+        """Return no metrics, since they are shown in the line below the bar, not to its right."""
         return {}
 
     def _init_progress(self, trainer: Trainer) -> None:
@@ -126,7 +126,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
                 if self._status:
                     yield Text(self._status)
 
-            # Lightning names the class of its progress inside the method above: an instance is all there is to change.
+            # Lightning creates its progress object inside the method above: only the instance can be changed.
             progress.get_renderables = draw  # type: ignore[method-assign]
 
     @property
@@ -153,7 +153,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         return texts
 
     def _describe_seconds(self) -> list[str]:
-        # A step without a rollout is one update; its phases would say the same number with zeros around it.
+        # A step without a rollout is one update: its phases would show the same number, and zeros.
         if "generate" not in self.phase_seconds:
             return [f"{self.step_seconds:.1f}s"]
         shown = [phase for phase in PHASES if phase != "engine_start" or phase in self.phase_seconds]

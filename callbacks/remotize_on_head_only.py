@@ -1,4 +1,4 @@
-"""Of ranks with equal results, only one stores them."""
+"""Lets only one of several ranks with equal results store them."""
 
 import logging
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ TENSOR_PARALLEL_DIMS = ("tensor_parallel", "tp")
 
 
 class RemotizeOnHeadOnly(RLCallback):
-    """Only the first rank of each tensor-parallel group, its data-parallel head, stores results; others return None.
+    """Lets only the first rank of each tensor-parallel group, its data-parallel head, store results; others get None.
 
     The ranks of such a group compute the same results, of which only one copy is read. Without reference counting the
     other copies would never be freed (docs/rtensor.md).
 
-    It applies from ``setup`` to ``teardown`` or an exception, to all calls of
+    The callback applies from ``setup`` to ``teardown`` or an exception, to all calls of
     :func:`~rlightning.controller.rtensor.store_tensors`. At other times, in a process that does not train (a
     controller, an engine), and without tensor parallelism, everything is stored.
 
-    From a loop that is not Lightning's it needs ``setup(loop, module, "fit")`` after the mesh is created, and in the
-    end ``teardown(loop, module, "fit")``. The mesh is a ``DeviceMesh`` with names: ``loop.strategy.device_mesh``
+    In a loop that is not Lightning's, call ``setup(loop, module, "fit")`` after the mesh is created, and at the end
+    ``teardown(loop, module, "fit")``. The mesh is a ``DeviceMesh`` with names: ``loop.strategy.device_mesh``
     (Lightning, Fabric), ``loop.accelerator.torch_device_mesh`` (transformers), ``loop.device_mesh``, or the module's.
-    Without one, give ``group_size``.
+    Without a mesh, give ``group_size``.
 
     Args:
         mesh_dims: the mesh's dimensions along which results are equal; None for "tensor_parallel" or "tp", if present.
@@ -55,7 +55,7 @@ class RemotizeOnHeadOnly(RLCallback):
         self.is_head: bool | None = None
 
     def setup(self, trainer: Loop, module: object, stage: str) -> None:
-        """Determine whether this rank is its group's head; from now on only heads store results."""
+        """Determine whether this rank is the head of its group; from now on only heads store results."""
         check_repeated(callbacks_of(trainer))
         self.is_head = self._find_place(trainer, module)
         if self.is_head is False:
@@ -75,7 +75,7 @@ class RemotizeOnHeadOnly(RLCallback):
         return self.is_head is not False
 
     def _find_place(self, trainer: Loop, module: object) -> bool | None:
-        """Return whether this is the first rank of its group; None if it has no group."""
+        """Return whether this rank is the first of its group; None if it is in no group."""
         if self.group_size is not None:
             return _is_first_neighbour(self.group_size)
         mesh = _find_mesh(trainer, module)

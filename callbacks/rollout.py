@@ -1,4 +1,4 @@
-"""The base of rollout callbacks: sampling arguments, random streams, weight versions, verified syncs."""
+"""The base of rollout callbacks: sampling arguments, random streams, weight versions, verified weight syncs."""
 
 import logging
 from abc import abstractmethod
@@ -53,21 +53,21 @@ log = logging.getLogger(__name__)
 
 
 class RolloutCallback(RLCallback, Generator):
-    """Completes a module's prompts by a sampler that has the actor's current weights.
+    """Completes a module's prompts with a sampler that has the actor's current weights.
 
     A subclass starts its sampler in :meth:`start`, provides the :attr:`collector` that samples from it, and ends it in
     :meth:`close`.
 
     Args:
-        temperature: of training completions; :class:`~rlightning.rollout.Sampling` has details on this and the next
-            seven.
+        temperature: temperature of training completions; :class:`~rlightning.rollout.Sampling` has details on this and
+            the next seven arguments.
         top_p: probability mass of the tokens to sample from.
-        top_k: number of likeliest tokens to sample from.
-        min_p: least probability of a token, relative to the likeliest one's.
+        top_k: number of most likely tokens to sample from.
+        min_p: minimum probability of a token, relative to the most likely token's.
         max_new_tokens: maximum tokens of a completion.
         stop: strings that end a completion.
         stop_token_ids: tokens that end a completion.
-        seed: of sampling.
+        seed: seed of sampling.
         verify_every: number of weight syncs between two verifications; 0 for none.
         verify_tolerance: maximum distance of the sampler's log-probabilities from the actor's, as a multiple of the
             actor's rounding errors; set it higher for an engine with larger errors, such as with an FP8 KV cache.
@@ -78,11 +78,12 @@ class RolloutCallback(RLCallback, Generator):
         turn_timeout: maximum seconds of a turn, including the environment's part: from the end of the policy's last
             turn, or the beginning, to the end of its next turn, or of the trajectory. The consequences are those of
             ``trajectory_timeout``; None for no limit.
-        max_requeues: maximum number of repetitions of a trajectory whose worker process ended or hung, before it counts
-            as not sampled.
-        max_failed_share: maximum share of a step's trajectories, with refills, that may fail; otherwise the run ends.
-        verify_trajectories: end the run if a step's trajectories differ from what was sampled: the sampler scores each
-            branch again, by one prefill, and compares the differences with those of single-turn rollouts.
+        max_requeues: how often a trajectory whose worker process ended or hung is repeated at most, before it counts as
+            not sampled.
+        max_failed_share: maximum share of a step's trajectories, including refills, that may fail before the run ends.
+        verify_trajectories: whether to end the run if a step's trajectories differ from what was sampled: the sampler
+            scores each branch again, in one prefill, and the differences are compared with those of single-turn
+            rollouts.
     """
 
     runs_in = "workers"
@@ -156,7 +157,7 @@ class RolloutCallback(RLCallback, Generator):
         """Maximum number of tokens of a sequence in the sampler.
 
         Raises:
-            EngineError: if there is no sampler.
+            EngineError: there is no sampler.
         """
 
     @abstractmethod
@@ -181,7 +182,7 @@ class RolloutCallback(RLCallback, Generator):
         """The collector, which completes the prompts of all ranks.
 
         Raises:
-            EngineError: if there is no sampler.
+            EngineError: there is no sampler.
         """
 
     def make_runner(self, sampler: TokenSampler) -> EnvironmentRunner:
@@ -206,7 +207,7 @@ class RolloutCallback(RLCallback, Generator):
 
     @abstractmethod
     def close(self) -> None:
-        """End the sampler and all that it started. May be called twice."""
+        """End the sampler and everything that it has started. May be called twice."""
 
     # Start and end
 
@@ -255,7 +256,7 @@ class RolloutCallback(RLCallback, Generator):
     # Random streams
 
     def begin_step(self) -> None:
-        """Reset the state of a step; called at the beginning and the end of a step, in every loop."""
+        """Reset the state of a step; called at the beginning and at the end of a step, in every loop."""
         self._streams.begin("training")
         self._turns = TurnTotals()
         if self._collector is not None:
@@ -270,7 +271,7 @@ class RolloutCallback(RLCallback, Generator):
         self.begin_step()
 
     def on_validation_start(self, trainer: Loop, pl_module: object) -> None:
-        """Use other random streams than in training; a prompt may occur in several validation sets."""
+        """Use random streams other than those of training, separately for each validation set."""
         self._streams.begin("evaluation")
 
     def on_validation_end(self, trainer: Loop, pl_module: object) -> None:
@@ -305,17 +306,17 @@ class RolloutCallback(RLCallback, Generator):
     ) -> list[list[Trajectory]]:
         """Make ``num_samples`` trajectories of each prompt, in the prompts' order, from the actor's current weights.
 
-        The weights are sent to the sampler first, if it lacks them.
+        If the sampler lacks these weights, they are sent first.
 
         Args:
-            prompts: this rank's.
+            prompts: this rank's prompts.
             num_samples: trajectories of each prompt.
             sampling: settings of all requests.
             on_completed: called with each prompt when its last trajectory has ended; on ranks other than 0 within
                 ``intervals.DELIVERY_INTERVAL`` seconds.
 
         Raises:
-            EngineError: if the sampler has failed.
+            EngineError: the sampler has failed.
         """
         collector = self.collector
         is_training = self._streams.purpose == "training"
@@ -328,7 +329,7 @@ class RolloutCallback(RLCallback, Generator):
             collector.is_training = is_training
             groups = collector.generate(requests, num_samples, sampling, on_completed)
         except BaseException:
-            self.begin_step()  # a loop may go on after Ctrl-C, and begin the step again
+            self.begin_step()  # a loop may continue after Ctrl-C, and begin the step again
             raise
         if is_training:
             self._log_environments(collector)
@@ -341,7 +342,7 @@ class RolloutCallback(RLCallback, Generator):
             log_metrics(self._module, metrics)
 
     def _count_change(self) -> None:
-        """Increase the weight version if weights changed without it, such as by swapped-in averages."""
+        """Increase the weight version if weights have changed without it, such as by swapping in averages."""
         module = self._module
         # With an adapter, only the adapter's weights can have changed, not the base model's.
         has_adapter = has(module, HasAdapter) and module.adapter is not None

@@ -38,19 +38,19 @@ _SETTINGS = (
 class RunReport(PhaseTimer):
     """Writes ``report.html`` to the run's folder: curves, phase times, early and late completions, settings.
 
-    It is written at the end of a run, also after an exception or Ctrl-C, and optionally during the run. The file is
-    self-contained. Metrics are collected from ``trainer.callback_metrics`` at each step, independent of loggers, and
-    are part of the checkpoint: the report of a resumed run has the metrics of all its steps. Completions are read from
-    the files of ``CompletionsTable``; without it the report has none. Times and tokens are measured without
-    ``Throughput``. If the file cannot be written, the run continues without it.
+    The report is written at the end of a run, also after an exception or Ctrl-C, and optionally during the run. The
+    file is self-contained. Metrics are collected from ``trainer.callback_metrics`` at each step, independent of
+    loggers, and are part of the checkpoint: the report of a resumed run has the metrics of all its steps. Completions
+    are read from the files of ``CompletionsTable``; without it the report has none. Times and tokens are measured
+    without ``Throughput``. If the file cannot be written, the run continues without it.
 
-    From a loop that is not Lightning's it needs the RL hooks; the loop calls :meth:`record` with its metrics after each
-    step, and :meth:`write` at the end, on every rank; rank 0 writes the file. The folder is ``default_root_dir`` of the
-    loop's object, unless ``path`` is given.
+    In a loop that is not Lightning's, the callback needs the RL hooks; the loop calls :meth:`record` with its metrics
+    after each step, and :meth:`write` at the end, on every rank; rank 0 writes the file. The folder is
+    ``default_root_dir`` of the loop's object, unless ``path`` is given.
 
     Args:
         path: the file; by default ``report.html`` in the run's folder. An existing report is replaced.
-        every_n_steps: also write it after every n-th rollout step.
+        every_n_steps: also write the report after every n-th rollout step.
         num_samples: number of completions shown of the first and of the last recorded step.
     """
 
@@ -92,7 +92,7 @@ class RunReport(PhaseTimer):
         return self._file(trainer) if stage == "fit" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Raise a ConfigError if the path cannot be written to; start the clock of the run."""
+        """Raise a ConfigError if the path is not writable; start the clock of the run."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and self._file(trainer).is_dir():
             raise ConfigError(f"path='{self._file(trainer)}' is a folder. Name a file in it, such as report.html.")
@@ -137,7 +137,7 @@ class RunReport(PhaseTimer):
         self._stop_clock()
 
     def record(self, step: int, metrics: Mapping[str, float | torch.Tensor]) -> None:
-        """Add the metrics of a finished rollout step, by the names of docs/metrics.md, with times and tokens/s.
+        """Add a finished rollout step's metrics, by their names in docs/metrics.md, with times and tokens/s.
 
         In a controller times and tokens come from ``metrics``, where its workers have measured them. Steps are counted
         from 1.
@@ -218,7 +218,7 @@ def recorded_in(trainer: Loop) -> Path:
 
 
 def settings_of(module: object) -> dict[str, object]:
-    """Return the module's hyperparameters that fit into a table cell."""
+    """Return those of the module's hyperparameters that fit into a table cell."""
     found: dict[str, object] = {name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
     if isinstance(module, LightningModule):
         found |= dict(module.hparams_initial)
@@ -242,7 +242,7 @@ def machine() -> dict[str, str]:
 
 
 def _read_readable(path: Path) -> list[Completion]:
-    """Return the completions of a file; empty for one that another program wrote or a crash truncated."""
+    """Return the completions of a file; empty for a file that another program wrote, or that a crash truncated."""
     try:
         return read_completions(path)
     except (KeyError, ValueError) as error:  # pyarrow's are ValueErrors

@@ -19,19 +19,19 @@ logger = logging.getLogger("rlightning")
 class SaveHF(RunCallback):
     """Saves the policy in Hugging Face's format at the end of a run, and optionally every few steps.
 
-    ``AutoModelForCausalLM.from_pretrained`` and vLLM load such a folder. It is no checkpoint, from which to resume. The
-    callback is called after all other callbacks of a Trainer, since they may change weights at the end.
+    ``AutoModelForCausalLM.from_pretrained`` and vLLM can load such a folder, but a run cannot be resumed from it. The
+    callback is called after all other callbacks of a Trainer, since these may change weights at the end.
 
-    From a loop that is not Lightning's it needs ``on_train_end``, and ``on_update_end`` with a ``trainer.global_step``
-    (finished steps) for ``every_n_steps``; both on every rank, since all ranks with parts of the model take part in
-    saving it. The module needs ``save_hf(path)``.
+    In a loop that is not Lightning's, the callback needs ``on_train_end``, and ``on_update_end`` with a
+    ``trainer.global_step`` (finished steps) for ``every_n_steps``; both on every rank, since all ranks with parts of
+    the model take part in saving it. The module needs ``save_hf(path)``.
 
     Args:
         path: the folder of the final state; by default ``hf`` in the run's folder. Earlier states are saved beside it,
             as ``hf_step_000100``.
         every_n_steps: also save after every n-th rollout step; by default only at the end.
         adapter: for a module with an adapter (``model.adapter``): save the merged model, the adapter in PEFT's format
-            (in a folder beside it, ``hf_adapter``), or "both".
+            (in the folder ``hf_adapter`` beside it), or "both".
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SaveHF(RunCallback):
 
     @property
     def state_key(self) -> str:
-        """A key with the path, since two of these callbacks save to two folders."""
+        """A key that contains the path, since two of these callbacks save to two folders."""
         return self._generate_state_key(path=self.path)
 
     def begin_run(self) -> None:
@@ -64,7 +64,7 @@ class SaveHF(RunCallback):
         return self._folder(trainer) if stage == "fit" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Raise a ConfigError if the policy cannot be saved there; move this callback to the end of the list."""
+        """Raise a ConfigError if the policy cannot be saved to the path; move this callback to the end of the list."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -100,7 +100,7 @@ class SaveHF(RunCallback):
                 f"every_n_steps={self.every_n_steps} needs the number of finished steps, and "
                 f"{type(trainer).__name__} has no global_step. Set it, or leave every_n_steps out."
             )
-        # Each step comes twice at least: with its update, with its batch, and with each of its micro-batches.
+        # This is called at least twice in a step: after its update, its batch, and each of its micro-batches.
         step = trainer.global_step
         is_new, self._seen_step = step != self._seen_step, step
         if step == 0 or step % self.every_n_steps or not is_new:

@@ -33,11 +33,11 @@ class Throughput(PhaseTimer):
     The names are those of docs/metrics.md: ``time/*``, ``throughput/*``, ``memory/*``. Metrics are logged with
     ``module.log_dict`` if it exists, and always kept in :attr:`last`.
 
-    From a loop that is not Lightning's it needs only the RL hooks; a step ends with ``on_update_end``. The module may
-    be any object. If it has ``world_sum(tensor)``, tokens are counted over all ranks, and the callback must be on every
-    rank. MFU needs the model's configuration of transformers as ``module.model_config``, a CUDA device in the table of
-    ``rlightning/memory_plan/devices.py``, and an update that synchronizes the device before ``on_update_end``, such as
-    by reading a metric from it. MFU is this rank's. Each trajectory counts once, or with a ``module.plan`` (of
+    In a loop that is not Lightning's, the callback needs only the RL hooks; a step ends with ``on_update_end``. The
+    module may be any object. If it has ``world_sum(tensor)``, tokens are counted over all ranks, and the callback must
+    be on every rank. MFU needs the model's transformers configuration as ``module.model_config``, a CUDA device in the
+    table of ``rlightning/memory_plan/devices.py``, and an update that synchronizes the device before ``on_update_end``,
+    such as by reading a metric from it. MFU is this rank's. Each trajectory counts once, or with a ``module.plan`` (of
     RLModule) once in each epoch.
 
     Example::
@@ -74,7 +74,7 @@ class Throughput(PhaseTimer):
         self._update_flops = 0.0
 
     def on_step_timed(self, trainer: Loop, module: object) -> None:
-        """Compute and log the step's metrics; NaN stands for missing parts, such as an update."""
+        """Compute and log the step's metrics; NaN for missing parts of a step, such as an update."""
         absent = dict.fromkeys(self.last, math.nan)
         self.last = self.timings
         peak = device_peak(platform.device_of(trainer, module))
@@ -96,7 +96,7 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
     """Return this rank's FLOPs in an update, see :mod:`rlightning.models.counts`; 0 for an unknown model.
 
     Args:
-        module: with a ``model_config``; see :class:`Throughput`.
+        module: a module with a ``model_config``; see :class:`Throughput`.
         batch: this rank's part. The output layer counts only for completions, and sequences that the update has skipped
             do not count.
     """
@@ -116,10 +116,10 @@ def update_flops(module: object, batch: RolloutBatch) -> float:
 
 
 def log_metrics(module: object, metrics: dict[str, float]) -> None:
-    """Log metrics of a training step through the module's ``log_dict``, if it has one that is in use.
+    """Log metrics of a training step with the module's ``log_dict``, if it has one and can be used now.
 
-    A LightningModule has ``log_dict`` even without a Trainer or Fabric, where it fails; in a validation or a prediction
-    the metrics would count as results of that.
+    Without a Trainer or Fabric, a LightningModule's ``log_dict`` fails; in a validation or a prediction the metrics
+    would count as results of that stage.
     """
     if isinstance(module, LightningModule):
         trainer = trainer_of(module)
@@ -144,6 +144,6 @@ def _resident_bytes() -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
-    # Without /proc only the highest value so far is to be had: bytes on macOS, KiB elsewhere.
+    # Without /proc only the maximum so far is available: in bytes on macOS, else in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,4 +1,4 @@
-"""Rollouts by a Hugging Face model in the trainer's process, without an engine."""
+"""Rollouts with a Hugging Face model in the trainer's process, without an engine."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -27,21 +27,21 @@ from rlightning.rollout.weight_sync import WeightSync
 
 
 class TransformersRollout(RolloutCallback):
-    """Samples by a Hugging Face model in this process, on the actor's device; vLLM is not needed.
+    """Samples with a Hugging Face model in this process, on the actor's device; vLLM is not needed.
 
     Rank 0 has a copy of the model, in ``dtype``, and completes the prompts of all ranks. If the actor has changed, its
-    weights are copied, gathered from all ranks if sharded, before the next completions. A prompt's completions do not
-    depend on other prompts, except by rounding. It is meant for small models, machines without vLLM, and tests; on a
-    GPU vLLM samples many times as fast.
+    weights are copied before the next completions, and gathered from all ranks if sharded. A prompt's completions do
+    not depend on other prompts, except by rounding errors. This callback is meant for small models, machines without
+    vLLM, and tests; on a GPU, vLLM samples many times as fast.
 
-    A loop of your own uses it like :class:`~rlightning.callbacks.VLLMRollout`, which describes the required members of
+    Your own loop uses it like :class:`~rlightning.callbacks.VLLMRollout`, which describes the required members of
     ``trainer`` and ``module``.
 
     Args:
-        dtype: of the copy; "auto" for bfloat16 on CUDA and float32 elsewhere.
-        max_sequences: maximum number of completions that are decoded at once; more are faster, and need more memory for
-            their keys and values.
-        kwargs: of :class:`~rlightning.callbacks.RolloutCallback`.
+        dtype: dtype of the copy; "auto" for bfloat16 on CUDA and float32 elsewhere.
+        max_sequences: maximum number of completions that are decoded concurrently; a larger number is faster, and needs
+            more memory for keys and values.
+        kwargs: arguments of :class:`~rlightning.callbacks.RolloutCallback`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TransformersRollout(RolloutCallback):
 
     @property
     def max_sequence_length(self) -> int:
-        """Maximum number of tokens of a sequence of the model."""
+        """Maximum number of tokens of a sequence, from the model's positions."""
         return int(self._module.max_model_length)
 
     def plan_memory(self, work: Work, max_prompt_tokens: int) -> RolloutMemory:
@@ -86,7 +86,7 @@ class TransformersRollout(RolloutCallback):
             "max_model_len": work.longest,
         }
         copy = read_engine(work.config, arguments, block_tokens=CACHE_STEP)
-        # As sequences join the cache gets twice as many rows, beside those that are copied into them.
+        # When sequences join, the cache is copied into one with twice as many rows, while the old one still exists.
         rows, copied = min(max(MAX_PROMPT_TOKENS // max_prompt_tokens, 1) * num_samples, most), 0
         while rows < most:
             rows, copied = 2 * rows, rows

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM: the callback that starts and ends the engine."""
+"""Rollouts with vLLM: the callback that starts and ends the engine."""
 
 import logging
 from collections.abc import Sequence
@@ -53,24 +53,24 @@ class VLLMRollout(RolloutCallback):
     weights are sent before the next completions; after the first sync and every ``verify_every``-th one, the canary's
     log-probabilities under engine and actor must be equal up to rounding. On a GPU shared with the actor the engine
     sleeps while it is not needed. If an engine dies or hangs during a rollout, its prompts go to other engines, and it
-    is restarted with the next weight sync; without other engines, it is restarted at once with the current weights, and
-    finished completions are kept. An engine that dies twice in a step is not restarted, and without any engine the run
-    ends with the engine's last log lines.
+    is restarted with the next weight sync; without other engines, it is restarted immediately with the current weights,
+    and finished completions are kept. An engine that dies twice in a step is not restarted, and without any engine the
+    run ends with the engine's last log lines.
 
     Rank 0 collects the trajectories of all ranks' prompts from the engines of all ranks. With
-    ``placement="standalone"`` the engines run on devices of their own, and with ``max_staleness`` above 0 they continue
-    to sample while the actor is updated: :meth:`collect_trajectories` then adds prompts and returns finished groups,
-    some of which belong to earlier prompts. Weights are sent after each update, while engines sample.
+    ``placement="standalone"`` the engines run on separate devices, and with ``max_staleness`` above 0 they continue to
+    sample while the actor is updated: :meth:`collect_trajectories` then adds prompts and returns finished groups, some
+    of which belong to earlier prompts. Weights are sent after each update, while engines sample.
 
-    A loop of your own calls :meth:`setup`, then :meth:`generate` in each step, and in the end :meth:`close`; it fires
-    ``on_rollout_end`` before the update and ``on_update_end`` after it. The callback uses of ``trainer``:
-    ``callbacks``, ``default_root_dir``; of ``module``: ``model_path``, ``tokenizer``, ``max_model_length`` (tokens),
-    ``device``, ``weight_version`` (increased here too if weights have changed without it), ``named_weights()``, and
-    ``score(batch, dtype)``, which returns a packed batch's log-probabilities under the actor, [T], at temperature 1,
-    computed in the engine's ``dtype``. ``examples/plain_loop.py`` is such a loop.
+    Your own loop calls :meth:`setup`, then :meth:`generate` in each step, and at the end :meth:`close`; it calls
+    ``on_rollout_end`` before the update and ``on_update_end`` after it. Of ``trainer`` the callback uses ``callbacks``
+    and ``default_root_dir``; of ``module`` ``model_path``, ``tokenizer``, ``max_model_length`` (tokens), ``device``,
+    ``weight_version`` (increased here too if weights have changed without it), ``named_weights()``, and ``score(batch,
+    dtype)``, which returns a packed batch's log-probabilities under the actor, [T], at temperature 1, computed in the
+    engine's ``dtype``. ``examples/plain_loop.py`` is such a loop.
 
     Args:
-        dtype: the engine's; "auto" for bfloat16 on CUDA and float32 on the CPU.
+        dtype: dtype of the engine; "auto" for bfloat16 on CUDA and float32 on the CPU.
         placement: "colocated" on the actor's devices, or "standalone" on other devices of the host.
         num_engines: number of engines that the run starts. Standalone: in all, each on
             ``engine["tensor_parallel_size"]`` devices, which engines share if there are too few. Colocated: on each
@@ -81,20 +81,21 @@ class VLLMRollout(RolloutCallback):
             engines that no faster transport reaches.
         max_staleness: maximum number of updates between sampling a token and training on it; 0 is on-policy, and the
             engines wait while the actor is updated.
-        oversample: additional prompts in flight, as a share of a step's; a step trains on the first complete ones, the
-            oldest first. The others continue if ``max_staleness`` allows, or are requeued.
+        oversample: additional prompts in flight, as a share of a step's prompts; a step trains on those that are
+            complete first, the oldest first. The others continue if ``max_staleness`` allows, or are requeued.
         cache_after_sync: whether completions that are running at a weight sync "keep" the keys and values of the old
             weights, or "recompute" them.
         gpu_memory_utilization: share of the device's memory that an awake engine may take; None for 0.45 if colocated,
             else 0.9.
-        sleep: whether an engine frees that memory while the actor needs the device; waking takes half a second.
+        sleep: whether an engine frees its memory while the actor needs the device; waking takes half a second.
         bucket_bytes: memory of the buffer for sending weights, on the actor's device.
         start_timeout: maximum seconds until the engine is ready.
-        hang_timeout: seconds without a heartbeat until it counts as dead; at most 30 while it only samples, after its
-            first samples.
-        send_adapter: whether an adapter is sent separately, rather than merged with its base; None for if possible.
+        hang_timeout: seconds without a heartbeat after which an engine counts as dead; at most 30 while it only
+            samples, after its first samples.
+        send_adapter: whether an adapter is sent separately, rather than merged into its base model; None to send it
+            separately if possible.
         engine: additional arguments of vLLM's AsyncEngineArgs.
-        kwargs: of :class:`~rlightning.callbacks.RolloutCallback`.
+        kwargs: arguments of :class:`~rlightning.callbacks.RolloutCallback`.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class VLLMRollout(RolloutCallback):
             arguments=engine or {},
         )
         self.max_staleness, self.keeps_cache = max_staleness, cache_after_sync == "keep"
-        # Not by the options: the engines that a controller has started are named by URL there too.
+        # Not from the options, in which engines that a controller has started are also URLs.
         self.engines_key = "rollout.engines" if engines else "rollout.num_engines"
         self.in_flight = InFlight(max_staleness)
         self.last: dict[str, float] = {}
@@ -160,13 +161,13 @@ class VLLMRollout(RolloutCallback):
         return int(self._engines.config.engine_args["max_model_len"])
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
-        """Start the engines; return before they are ready.
+        """Start the engines; returns before they are ready.
 
-        If the user overrides ``configure_optimizers``, they start after its result has been checked.
+        If the user overrides ``configure_optimizers``, engines start after its result has been checked.
         """
         trainer, module = self._trainer, self._module
         if stage == "fit":
-            self.in_flight.clear()  # left by an earlier run; those of a checkpoint are loaded after this
+            self.in_flight.clear()  # left by an earlier run; a checkpoint's groups are loaded later
             check_engine(trainer, module)
         files = replace(
             ModelFiles.read(module.model_path, trust_remote_code=trusts_remote_code(module)),
@@ -193,7 +194,7 @@ class VLLMRollout(RolloutCallback):
         self._room.begin_run()
 
     def _make_collector(self, engines: RankEngines, files: ModelFiles) -> Collector:
-        """Connect rank 0 to the engines of all ranks; a collective."""
+        """Connect rank 0 to the engines of all ranks, and return the collector; a collective."""
         self._network = EngineNetwork(engines.samplers, files)
         sync = partial(WeightSync, self._trainer, self._module, engines, self.verification, self._room)
         if global_rank() != COLLECTOR_RANK:
@@ -212,7 +213,7 @@ class VLLMRollout(RolloutCallback):
         return collector
 
     def on_fit_start(self, trainer: Loop, module: object) -> None:
-        """Wait for the first engine, which may fail, before the logger of a web service starts a run."""
+        """Wait for the first engine, which may fail to start, before a web service's logger starts a run."""
         loggers = trainer.loggers if has(trainer, HasLoggers) else ()
         if self._engines is None or not any(is_service(logger) for logger in loggers):
             return
@@ -229,7 +230,7 @@ class VLLMRollout(RolloutCallback):
         self._room.on_exception(trainer, module, exception)
 
     def close(self) -> None:
-        """End the engines and all that they started. May be called twice."""
+        """End the engines and all processes that they started. May be called twice."""
         try:
             if self._collector is not None:
                 self._collector.close()
@@ -312,7 +313,7 @@ class VLLMRollout(RolloutCallback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def begin_step(self) -> None:
-        """Reset the engines' restart budget, and report whether trainer or engines wait for each other."""
+        """Reset the engines' restart budget, and report whether the trainer waits for engines or vice versa."""
         if self._engines is not None and self._collector is not None and self._bottleneck is not None:
             self._engines.reset_restart_budget()
             totals = self._collector.begin_step()
@@ -352,11 +353,11 @@ class VLLMRollout(RolloutCallback):
         on_completed: OnCompleted | None = None,
         take_prompts: TakePrompts | None = None,
     ) -> list[list[Trajectory]]:
-        """Add prompts, and return the trajectories of as many; with prompts in flight, perhaps others.
+        """Add prompts; return the trajectories of as many groups, perhaps of prompts that were already in flight.
 
-        ``take_prompts`` provides prompts for ``max_staleness`` further steps, with which the engines are busy while the
-        actor is updated. Without prompts in flight ``on_completed`` is called as by :meth:`generate`; otherwise only in
-        a run of one rank, for each returned group.
+        ``take_prompts`` provides prompts for ``max_staleness`` further steps, from which engines sample while the actor
+        is updated. Without prompts in flight ``on_completed`` is called as by :meth:`generate`; otherwise only with a
+        single rank, for each returned group.
         """
         plan = self._module.plan if has(self._module, HasPlan) else None
         counts = gather_objects((len(prompts), len(self.in_flight)), name="prompts in flight")
@@ -379,7 +380,7 @@ class VLLMRollout(RolloutCallback):
         return groups
 
     def _log_totals(self, version: int) -> None:
-        """Log the step's totals so far; a collective."""
+        """Log the metrics of the step so far; a collective."""
         collector, engines = self.collector, self._engines
         assert engines is not None, "there is a collector"
         metrics: dict[str, float] = {}

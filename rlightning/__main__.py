@@ -107,7 +107,7 @@ def run(args: list[str]) -> None:
         from rlightning.console import quieten
 
         quieten()
-        # An installed script does not have the folder it is called from on its path, and a user's classes are there.
+        # The working directory, which contains the user's classes, is not on the path of an installed script.
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.insert(0, os.getcwd())
         command = load(args)
@@ -159,7 +159,7 @@ def load(args: list[str]) -> Callable[[], object]:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Context in which Ctrl-C ends the process immediately: an interrupted import could raise any other error."""
+    """Context manager in which Ctrl-C ends the process immediately: an interrupted import could raise any error."""
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_ours or threading.current_thread() is not threading.main_thread():
         yield

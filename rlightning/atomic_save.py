@@ -23,7 +23,7 @@ _HOST = f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """Context that gives a temporary path to write to; on success it is renamed to ``path``.
+    """Context manager that yields a temporary path to write to; on success it is renamed to ``path``.
 
     Readers of ``path`` get the old content until then. The temporary file is removed if the context raises, and by a
     later call if the process was killed. Its name is unique to this process: if several processes write the same
@@ -40,7 +40,7 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 def partial_of(path: Path) -> Path:
-    """Return the hidden temporary path beside ``path`` that is written first."""
+    """Return the hidden temporary path next to ``path``, which is written before it is renamed."""
     return path.with_name(f".{path.name}{PARTIAL}")
 
 
@@ -79,7 +79,7 @@ def swap_in(partial: Path, path: Path) -> None:
 
 
 def find_saved(path: Path) -> Path:
-    """Return ``path``, or if a crash left only its predecessor, the predecessor's path."""
+    """Return ``path``, or the path of the previous version if a crash left only that one."""
     previous = Path(f"{path}{PREVIOUS}")
     return previous if previous.exists() and not path.exists() else path
 
@@ -99,7 +99,7 @@ def remove_leftovers(folder: Path, suffix: str) -> None:
 
     Args:
         folder: may contain other files, which stay.
-        suffix: of the saved files, such as ``.ckpt``.
+        suffix: suffix of the saved files, such as ``.ckpt``.
     """
     for path in folder.glob(f"*{suffix}*{PARTIAL}"):
         remove(path)

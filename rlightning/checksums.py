@@ -37,7 +37,7 @@ class DamagedError(ConfigError):
 
     Args:
         path: the file or the folder.
-        reason: a clause about the fault.
+        reason: what is wrong, as a clause.
 
     Attributes:
         reason: the clause.
@@ -117,7 +117,7 @@ def _verify_records(path: Path, *, has_comment: bool) -> None:
 
 
 def checksums_of(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return size and checksum of a folder's files by name."""
+    """Return the size and the checksum of each of a folder's files, by file name."""
     return {name: ((folder / name).stat().st_size, checksum(folder / name)) for name in names}
 
 
@@ -139,7 +139,7 @@ def verify_files(folder: Path, expected: Checksums) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write a file with the checksums of all files of a folder into the folder."""
+    """Write the checksums of all files of a folder to ``checksums.json`` in it."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     text = json.dumps({"xxh3_128_of_16_mib_chunks": checksums_of(folder, names)}, indent=2)
     (folder / MANIFEST).write_text(f"{text}\n", encoding="utf-8")

@@ -14,9 +14,9 @@ from rlightning.foreign_text import visible
 
 IGNORED_WARNINGS = (
     ".*does not have many workers.*",
-    # A prompt set that a stage does not use has a loader of no batches.
+    # The loader of a prompt set that a stage does not use has no batches.
     ".*Total length of `.*` across ranks is zero.*",
-    # Without dropout the actor and the engine compute the same; evaluation mode is on purpose.
+    # Evaluation mode is intended: without dropout, actor and engine compute the same.
     ".*module\\(s\\) in eval mode at the start of training.*",
     ".*LeafSpec.*is deprecated.*",
     # Steps are saved whole, after their last optimizer step.
@@ -75,7 +75,7 @@ def show_log_lines() -> None:
 
 
 class _OfCallbacks(logging.Filter):
-    """A log filter that drops Lightning's messages up to INFO, except those that its callbacks log."""
+    """A log filter that drops Lightning's messages up to level INFO, except those of its callbacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether ``record`` is shown."""

@@ -1,4 +1,4 @@
-"""Handling of disk errors: an error in a file that the run needs ends it with one line; other files are skipped."""
+"""Handling of disk errors: the run ends with a one-line error if it needs the file; other files are skipped."""
 
 import logging
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ TORCH_FAILURES = ("inline_container", "PytorchStreamWriter", "iostream error", "
 
 
 class BestEffort:
-    """Writes files that are not essential: a persistent failure is logged once, and the run continues.
+    """Writes files that the run can do without: a persistent failure is logged once, and the run continues.
 
     Args:
         what: the files' name in the plural, at the beginning of a log line.
@@ -31,7 +31,7 @@ class BestEffort:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Context in which a disk error is logged and skips the rest of the context, but does not end the run."""
+        """Context manager in which a disk error is logged, and only ends the context."""
         try:
             yield
         except Exception as error:
@@ -48,7 +48,7 @@ class BestEffort:
                 )
 
     def settle(self) -> None:
-        """Log that writing works again if an earlier attempt had failed, but none since the last call."""
+        """Log that writing works again if an earlier attempt failed, and none has since the last call."""
         if self._is_failing and not self.has_failed:
             self._is_failing = False
             log.info("%s are written again.", self.what)
@@ -56,7 +56,7 @@ class BestEffort:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context for all writing of a callback at a time: :meth:`attempt`, then :meth:`settle`."""
+        """Context manager for all files that a callback writes at a time: :meth:`attempt`, then :meth:`settle`."""
         with self.attempt():
             yield
         self.settle()
@@ -64,19 +64,19 @@ class BestEffort:
 
 @contextmanager
 def needed(what: str, path: Path, way_out: str) -> Iterator[None]:
-    """Context in which a disk error becomes a one-line error that ends the run.
+    """Context manager in which a disk error becomes a one-line error that ends the run.
 
     Args:
         what: name of the file in the error.
-        path: of the file.
-        way_out: a sentence about the remaining state, and what to do.
+        path: path of the file.
+        way_out: a sentence about what has been saved, and what to do.
 
     Raises:
-        SaveError: for disk errors; other errors are not changed.
+        SaveError: a disk error has occurred; other errors are not changed.
     """
     try:
         yield
-    except BaseException as error:  # torch.distributed.checkpoint's is no Exception
+    except BaseException as error:  # torch.distributed.checkpoint's error is not an Exception
         reason = find_disk_error(error)
         if reason is None:
             raise
@@ -104,6 +104,6 @@ def find_disk_error(error: BaseException) -> str | None:
 
 
 def describe(error: OSError) -> str:
-    """Return an operating system error as part of a log line."""
+    """Return an OSError as a part of a log line."""
     place = f": '{error.filename}'" if error.filename is not None else ""
     return cut_line(f"{error.strerror}{place}" if error.strerror else str(error))

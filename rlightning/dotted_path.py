@@ -12,19 +12,19 @@ from rlightning.foreign_text import describe_error
 
 
 def name_object(given: object) -> str:
-    """Return an object's name for messages: a dotted path as it is, and the name of a class or function."""
+    """Return an object's name for messages: a dotted path unchanged, else the name of the class or function."""
     if isinstance(given, str):
         return given
     return given.__qualname__ if hasattr(given, "__qualname__") else str(given)
 
 
 def import_object(path: object, what: str, package: str = "my_package") -> object:
-    """Import the object of a dotted path; what is no text is returned as it is.
+    """Import the object of a dotted path; return any ``path`` that is not a string unchanged.
 
     Args:
-        path: of an object in a module, or of an attribute of a class or object in one.
+        path: dotted path of an object in a module, or of an attribute of such an object.
         what: the key and its value, for errors.
-        package: where it may be found, for the error of a path without a dot.
+        package: example of a package, for the error about a path without a dot.
 
     Raises:
         ConfigError: there is no such module or attribute.
@@ -59,7 +59,7 @@ def import_longest(path: str, what: str) -> tuple[ModuleType, list[str]]:
     """Import the longest prefix of a dotted path that is a module.
 
     Returns:
-        The module, and the names that are left of the path.
+        The module, and the remaining names of the path.
 
     Raises:
         ConfigError: there is no such module, or it cannot be imported.

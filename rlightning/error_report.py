@@ -21,7 +21,7 @@ _folder: Path | None = None
 
 
 def set_run_folder(folder: Path | None) -> None:
-    """Set the folder for tracebacks; called when this run has locked it."""
+    """Set the folder for tracebacks; called after this run has locked the folder."""
     global _folder
     _folder = folder
 
@@ -39,8 +39,8 @@ def exit_code(error: BaseException) -> int:
 def show_error(error: BaseException) -> None:
     """Write the error that ended the run to standard error.
 
-    For a foreseen error this is its line, after a line that names the file with the traceback, except for a
-    ConfigError. For any other error it is the traceback.
+    For a foreseen error write its line; if it is not a ConfigError, first a line that names the file with the
+    traceback. For any other error write the traceback.
     """
     expected = find_run_error(error)
     if isinstance(error, KeyboardInterrupt):
@@ -50,7 +50,7 @@ def show_error(error: BaseException) -> None:
     else:
         trace = visible(without_secrets("".join(traceback.format_exception(error))))
         is_mistake = expected.exit_code == 2
-        # A mistake's line says all, and the folder may be another run's. All else is shown where it has no place.
+        # A ConfigError's line suffices, and the folder may be another run's. Without a folder, the traceback is shown.
         kept = None if is_mistake else _write(trace)
         if _shows_trace() or (kept is None and not is_mistake):
             sys.stderr.write(trace)
@@ -82,6 +82,6 @@ def is_other_rank() -> bool:
 
 
 def yield_to_rank_0() -> None:
-    """Wait briefly, so that rank 0 reports an error that all ranks have first, and ends the others."""
+    """Wait briefly: if all ranks have the same error, rank 0 reports it first, and ends the others."""
     if is_other_rank():
         time.sleep(intervals.RANK_0_GRACE)

@@ -12,7 +12,7 @@ MAX_CHOICES = 8
 
 
 class RunError(Exception):
-    """Base of foreseen errors that end a run: one line tells what happened and what to do.
+    """Base of foreseen errors that end a run: one line says what happened and what to do.
 
     The command line shows only this line (:mod:`rlightning.error_report`).
 
@@ -21,7 +21,7 @@ class RunError(Exception):
         details: further information, such as the end of a process's log; follows the line in ``str(error)``.
 
     Attributes:
-        exit_code: of the command line.
+        exit_code: exit code of the command line.
     """
 
     exit_code = 1
@@ -70,11 +70,11 @@ class EngineStartError(EngineError, ConfigError):
 
 
 class EngineDiedError(EngineError):
-    """The engine has ended or does not answer; its finished samples are kept."""
+    """The engine has ended or does not answer; samples that were already finished are kept."""
 
 
 class RequestRefusedError(EngineError):
-    """The engine could not process a request; the details are the reason.
+    """The engine could not process a request; the details are the engine's reason.
 
     Args:
         reason: the engine's traceback.
@@ -87,7 +87,7 @@ class RequestRefusedError(EngineError):
 
 
 class StreamLostError(RequestRefusedError):
-    """An engine died while its tokens were streamed: another engine may sample different ones."""
+    """An engine died while its tokens were streamed: another engine could sample other tokens."""
 
 
 class RewardError(RunError, RuntimeError):
@@ -95,11 +95,11 @@ class RewardError(RunError, RuntimeError):
 
 
 class EnvironmentFailedError(RunError, RuntimeError):
-    """Environments or their worker processes failed too often; the details are one failure."""
+    """Environments or their worker processes failed too often; the details are one of the failures."""
 
 
 class VerificationError(RunError, RuntimeError):
-    """Trajectories would be trained with other tokens or contexts than were sampled."""
+    """Trajectories would be trained on with tokens or contexts other than those sampled."""
 
 
 class DeviceMemoryError(RunError, RuntimeError):
@@ -135,7 +135,7 @@ def check_rules(rules: Mapping[str, bool]) -> None:
 
 
 def find_run_error(error: BaseException) -> RunError | None:
-    """Return the RunError that ``error`` is, was raised from, or corresponds to; None if it was not foreseen.
+    """Return the RunError that ``error`` is, was raised from, or corresponds to; None for an unforeseen error.
 
     The chain of causes is searched, because jsonargparse wraps exceptions of a class's ``__init__``. Some frequent
     errors of other libraries correspond to an error of this package.
@@ -145,7 +145,7 @@ def find_run_error(error: BaseException) -> RunError | None:
         if isinstance(cause, RunError):
             return cause
         cause = cause.__cause__
-    # Whatever is an instance of a class has loaded it, and a failing process has no time to.
+    # An instance of a class exists only if its module is loaded; a failing process should import nothing.
     lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
     if lightning is not None and isinstance(error, lightning.MisconfigurationException):
         return ConfigError(str(error))

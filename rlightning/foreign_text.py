@@ -33,7 +33,7 @@ _references: dict[str, str] = {}
 
 
 def hide(references: Mapping[str, str]) -> None:
-    """Mask these secrets in all texts of this process from now on.
+    """From now on, mask these secrets in all texts that this process quotes or shows.
 
     Args:
         references: replacements by secret. If a secret has several words, as "Bearer ...", the last is masked, too.
@@ -43,7 +43,7 @@ def hide(references: Mapping[str, str]) -> None:
 
 
 def hidden() -> dict[str, str]:
-    """Return the secrets given to :func:`hide`, to pass them to another process."""
+    """Return the secrets given to :func:`hide`, so that they can be passed to another process."""
     return dict(_references)
 
 
@@ -57,7 +57,7 @@ def without_secrets(text: str) -> str:
 def cut(text: str, limit: int = MAX_CHARACTERS) -> str:
     """Return a text with its middle left out if it is longer than ``limit`` characters.
 
-    Beginning and end stay, since a traceback ends with its cause, and a message begins with its subject. Lone
+    Beginning and end stay, since a traceback ends with its cause, and a message begins with its subject. Unpaired
     surrogates, which cannot be written to files, are escaped.
     """
     text = without_secrets(text)
@@ -76,7 +76,7 @@ def cut_line(text: object, limit: int = LINE_CHARACTERS) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception's class and message in one line, since for example a KeyError's message alone is unclear."""
+    """Return an exception's class and message in one line; the message alone is often unclear, as a KeyError's."""
     return cut_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 

@@ -43,9 +43,9 @@ class RLCallback(CheckedArguments, Callback):
     policy. A loop that is not Lightning's calls :func:`fire` with an object that has ``callbacks``.
 
     Attributes:
-        runs_in: where it runs with a controller (docs/controller.md): in the controller, which has the loggers and the
-            run's folder, or in each worker, which has a device and the actor. Callbacks without this attribute run in
-            the controller.
+        runs_in: where the callback runs with a controller (docs/controller.md): in the controller, which has the
+            loggers and the run's folder, or in each worker, which has a device and the actor. Callbacks without this
+            attribute run in the controller.
         only_one: a kind of callback, such as "rollout callback", of which a run can have only one; "" otherwise.
     """
 
@@ -66,7 +66,7 @@ class RLCallback(CheckedArguments, Callback):
         """Called before the rewards are computed."""
 
     def on_reward_end(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
-        """Called when ``batch.rewards`` is set, NaN for a failed reward; trajectories with NaN are then dropped."""
+        """Called when ``batch.rewards`` is set; trajectories with NaN, a failed reward, are dropped afterwards."""
 
     def on_update_start(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
         """Called before the first optimizer step of a rollout; ``batch.advantages`` is set."""
@@ -75,10 +75,10 @@ class RLCallback(CheckedArguments, Callback):
         """Called after the last optimizer step of a rollout."""
 
     def on_engine_start(self, trainer: Loop, module: object) -> None:
-        """Called before the run waits for an engine that has been started and is not ready."""
+        """Called before the run waits for an engine that was started but is not ready."""
 
     def on_engine_ready(self, trainer: Loop, module: object) -> None:
-        """Called when the run has waited for an engine, which is now ready or dead."""
+        """Called after the run has waited for an engine, which is now ready or dead."""
 
     def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Called before the actor's weights of ``weight_version`` are sent to the engine."""
@@ -92,13 +92,13 @@ class RLCallback(CheckedArguments, Callback):
     def on_predict_prompt_end(
         self, trainer: Loop, module: object, prompt: "Prompt", trajectories: "list[Trajectory]"
     ) -> None:
-        """Called in a prediction when a prompt's trajectories are complete, before its batch is.
+        """Called in a prediction when all of a prompt's trajectories are complete, before the batch is.
 
         Not called for every prompt: ranks may get the completions of a whole batch at once.
         """
 
     def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """Called when the engine has the weights and, if a check was due, they have been verified."""
+        """Called when the engine has the weights, after their verification if one was due."""
 
 
 class RunCallback(RLCallback):
@@ -113,7 +113,7 @@ class RunCallback(RLCallback):
         """Called before a run's first step: reset the state of an earlier run."""
 
     def drop_step(self) -> None:
-        """Called when the current step will not be finished: it is repeated, or the run ends."""
+        """Called when the current step will not be finished, because it is repeated or the run ends."""
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Raise a ConfigError if the callback is listed twice, reset its state, and show log lines by default."""
@@ -129,7 +129,7 @@ class RunCallback(RLCallback):
         self._is_loaded = True
 
     def on_exception(self, trainer: Loop, pl_module: object, exception: BaseException) -> None:
-        """Drop the interrupted step. Loops other than Lightning's fire this hook if they continue after an error."""
+        """Drop the interrupted step. A loop other than Lightning's must call this if it continues after an error."""
         self._is_loaded = False
         self.drop_step()
 
@@ -156,10 +156,10 @@ def check_outputs(trainer: Loop, stage: str) -> None:
 
 
 def check_repeated(callbacks: Iterable[object]) -> None:
-    """Check for duplicate callbacks that would do the same work twice: of this package, or with state.
+    """Check for duplicate callbacks: of this package, or with a state.
 
     Args:
-        callbacks: of a run, distinguished by their ``state_key``, as in Lightning.
+        callbacks: all callbacks of a run, distinguished by their ``state_key``, as in Lightning.
 
     Raises:
         ConfigError: two callbacks have the same key, or the same kind in ``only_one``.

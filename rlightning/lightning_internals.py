@@ -81,7 +81,7 @@ def is_amid_step(fit_loop: FitLoop) -> bool:
 
 
 def given_data(trainer: Trainer, command: str) -> object:
-    """Return the loaders that a Trainer's command got in place of a data module; None without any."""
+    """Return the loaders that a Trainer's command was given instead of a data module; None if there are none."""
     loops: dict[str, FitLoop | EvaluationLoop | PredictionLoop] = {
         "fit": trainer.fit_loop,
         "validate": trainer.validate_loop,
@@ -93,7 +93,7 @@ def given_data(trainer: Trainer, command: str) -> object:
 
 
 def is_of_tuner(callback: Callback) -> bool:
-    """Whether a callback was added by a method of ``Tuner``."""
+    """Whether a method of ``Tuner`` added a callback."""
     return isinstance(callback, LearningRateFinder | BatchSizeFinder) and callback._early_exit
 
 
@@ -106,7 +106,7 @@ def replace_signal_handling(
 
 
 def set_received_sigterm(trainer: Trainer) -> None:
-    """Have the Trainer end before its next batch."""
+    """Have the Trainer stop before its next batch, as after SIGTERM."""
     trainer._signal_connector.received_sigterm = True
 
 
@@ -116,7 +116,7 @@ def replace_prepare_data(trainer: Trainer, prepare: Callable[[], None]) -> None:
 
 
 def restore_module_modes(trainer: Trainer, module: LightningModule) -> None:
-    """Restore the submodules' modes from before the current evaluation, if there is one."""
+    """Restore the submodules' training modes from before the current evaluation, if there is one."""
     loop = trainer._active_loop
     is_evaluating = trainer.sanity_checking or trainer.evaluating or trainer.predicting
     if is_evaluating and isinstance(loop, EvaluationLoop | PredictionLoop):
@@ -124,7 +124,7 @@ def restore_module_modes(trainer: Trainer, module: LightningModule) -> None:
 
 
 def last_saved(trainer: Trainer) -> tuple[int, str]:
-    """Return step and path of the last checkpoint that the Trainer's callbacks have saved; "" without one."""
+    """Return step and path of the last checkpoint that the Trainer's callbacks saved; path "" if there is none."""
     saved = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     found = [(callback._last_global_step_saved, str(callback._last_checkpoint_saved)) for callback in saved]
     return max((entry for entry in found if entry[1]), key=lambda entry: entry[0], default=(0, ""))
@@ -176,7 +176,7 @@ def ddp_options(strategy: DDPStrategy) -> Mapping[str, object]:
 
 
 def trainer_of(module: LightningModule) -> Trainer | None:
-    """Return the Trainer that a module is attached to; None without one, where ``module.trainer`` raises."""
+    """Return the Trainer that a module is attached to, or None, where ``module.trainer`` would raise an error."""
     return module._trainer
 
 
@@ -186,12 +186,12 @@ def given_checkpoint_io(strategy: object) -> CheckpointIO | None:
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:
-    """Return the callback's ``every_n_train_steps``; 0 for never by steps."""
+    """Return the callback's ``every_n_train_steps``; 0 if steps trigger no save."""
     return callback._every_n_train_steps
 
 
 def epochs_between_saves(callback: ModelCheckpoint) -> int:
-    """Return the callback's ``every_n_epochs``; 0 for never by epochs."""
+    """Return the callback's ``every_n_epochs``; 0 if epochs trigger no save."""
     return callback._every_n_epochs
 
 
@@ -206,12 +206,12 @@ def saves_on_train_epoch_end(callback: ModelCheckpoint) -> bool | None:
 
 
 def is_nothing_to_save(callback: ModelCheckpoint, trainer: Trainer) -> bool:
-    """Return whether the callback saves nothing now: outside of training, or if it has saved this step."""
+    """Return whether the callback would save nothing now: outside of training, or if this step is already saved."""
     return callback._should_skip_saving_checkpoint(trainer)
 
 
 def metrics_to_save_by(callback: ModelCheckpoint, trainer: Trainer) -> dict[str, Tensor]:
-    """Return the metrics by which a checkpoint saved now is named and ranked."""
+    """Return the metrics that name and rank a checkpoint saved now."""
     return callback._monitor_candidates(trainer)
 
 
@@ -221,7 +221,7 @@ def save_if_best(callback: ModelCheckpoint, trainer: Trainer, metrics: dict[str,
 
 
 def is_checked_at_epoch_end(callback: EarlyStopping, trainer: Trainer) -> bool:
-    """Return whether the callback itself checks its metric at the end of a training epoch, or does not check it now."""
+    """Return whether EarlyStopping itself checks its metric at the end of a training epoch, or not at all now."""
     return bool(callback._check_on_train_epoch_end) or callback._should_skip_check(trainer)
 
 
@@ -237,7 +237,7 @@ def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def without_cuda_rng() -> Iterator[None]:
-    """Context in which Lightning does not read CUDA's random state, which it does for all devices when a fit begins."""
+    """Context manager in which Lightning does not read CUDA's random state, as it does on all devices in a fit."""
     trainer_module.isolate_rng = partial(isolate_rng, include_cuda=False)  # type: ignore[attr-defined]
     try:
         yield

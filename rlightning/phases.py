@@ -17,12 +17,12 @@ class PhaseTimer(RunCallback):
     A step lasts from ``on_train_batch_start`` to ``on_train_batch_end``; in a loop without these hooks from the first
     ``on_rollout_start`` to ``on_update_end``. At its end :meth:`on_step_timed` is called.
 
-    Phases that occur twice in a step (by a refill of the batch) are added. A weight sync within a rollout or an update
-    counts only as sync, and the wait for an engine's start only as that. Times are measured on the host, without
-    synchronizing the device.
+    The seconds of a phase that occurs twice in a step (because of a refill) are added. A weight sync within a rollout
+    or an update counts only as sync, and the wait for an engine's start only as wait. Times are measured on the host,
+    without synchronizing the device.
 
     In a loop without batches a rollout restarts the step if it has the same prompts, or begins before a phase has
-    ended, since the earlier step was interrupted. A loop that accumulates gradients over several rollouts fires
+    ended, since the earlier step was interrupted. A loop that accumulates gradients over several rollouts calls
     ``on_update_end`` after each.
 
     Attributes:
@@ -99,7 +99,7 @@ class PhaseTimer(RunCallback):
         self._num_update_tokens += batch.num_tokens
 
     def on_update_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """End the update phase, and the step too in a loop without batches."""
+        """End the update phase; in a loop without batches, also end the step."""
         self._end("update")
         if not self._is_batch_open:
             self._close_step(trainer, module)

@@ -1,7 +1,7 @@
 """Protocols for the capabilities of training loops and modules that callbacks use, one for each capability.
 
-Lightning's Trainer, a Fabric, transformers' Trainer (by its adapter) and a user's loop have different ones, and so have
-RLModule and a plain network. Hooks accept any loop and any module, and :func:`has` checks for a capability::
+Lightning's Trainer, a Fabric, transformers' Trainer (by its adapter) and a user's loop have different capabilities, and
+so have RLModule and a plain network. Hooks accept any loop and any module, and :func:`has` checks for a capability::
 
     if has(trainer, CountsSteps):
         step = trainer.global_step
@@ -162,7 +162,7 @@ class HasEnvironment(Protocol):
 
 
 class HasPromptFormat(Protocol):
-    """A data module with the format by which it makes prompts of rows: ``rlightning.data.formatting.PromptFormat``."""
+    """A data module with the :class:`~rlightning.data.formatting.PromptFormat` by which it converts rows to prompts."""
 
     @property
     def format(self) -> object: ...
@@ -183,7 +183,7 @@ class HasValidationSets(Protocol):
 
 
 class NamedSet(Protocol):
-    """A validation set."""
+    """A validation set with a name."""
 
     @property
     def name(self) -> str: ...
@@ -193,7 +193,7 @@ class NamedSet(Protocol):
 
 
 class HasLongestLimit(Protocol):
-    """A data module with the largest completion limit of its rows; 0 if no row has one."""
+    """A data module with the largest limit on completion tokens that a row has of its own; 0 if no row has one."""
 
     @property
     def longest_limit(self) -> int: ...
@@ -229,7 +229,7 @@ class SampledPolicy(Protocol):
     """A module whose policy rollout callbacks can sample from. ``examples/plain_loop.py`` has a small one.
 
     Attributes:
-        weight_version: of the actor's weights; the training loop increases it when it changes them.
+        weight_version: version of the actor's weights; the training loop increases it when it changes the weights.
     """
 
     weight_version: int
@@ -274,7 +274,7 @@ class AdapterSettings(Protocol):
 
 
 class HasAdapter(Protocol):
-    """A module that may train an adapter beside a frozen base.
+    """A module that may train an adapter of a frozen base model.
 
     Attributes:
         sends_adapter: whether the adapter is sent to samplers separately, rather than merged into the base; set by the
@@ -356,14 +356,14 @@ class HasConfig(Protocol):
 
 
 class HasPlan(Protocol):
-    """A module with the plan of a training step's sizes."""
+    """A module with the sizes of a training step: prompts, samples, minibatches, epochs."""
 
     @property
     def plan(self) -> "BatchPlan": ...
 
 
 class HasCosts(Protocol):
-    """A module that estimates the computation of an update."""
+    """A module that estimates the floating point operations of an update."""
 
     def costs(self, batch: "RolloutBatch") -> "Tensor": ...
 
@@ -394,7 +394,7 @@ class Closes(Protocol):
 
 
 class HasUsualOptimizers(Protocol):
-    """A module that knows whether its optimizers are the package's own, which need no check."""
+    """A module that declares whether its optimizers are the package's own, which need no check."""
 
     @property
     def has_usual_optimizers(self) -> bool: ...
@@ -413,7 +413,7 @@ class SavesAdapter(HasAdapter, Protocol):
 
 
 def generates(module: object) -> bool:
-    """Return whether training samples completions, and so needs an engine; True if the module does not tell."""
+    """Return whether training samples completions, and so needs an engine; True if the module does not declare it."""
     return module.generates if has(module, Generates) else True
 
 

@@ -25,7 +25,7 @@ def to_number(value: object) -> object:
 
 
 def to_python(value: T) -> T:
-    """Return numbers and lists in place of NumPy numbers, arrays and tensors; other values unchanged."""
+    """Return a value with NumPy numbers, arrays and tensors converted to Python numbers and lists; others unchanged."""
     return map_items(_to_list, value)
 
 

@@ -34,7 +34,7 @@ def run_dir(trainer: object) -> Path:
 
 
 def new_run_folder() -> str:
-    """Return a new folder ``runs/<date>-<time>`` below the current one; on other ranks, that of rank 0."""
+    """Return a new folder ``runs/<date>-<time>`` in the working directory; on other ranks, the folder of rank 0."""
     launched = [env for env in (TorchElasticEnvironment, SLURMEnvironment) if env.detect() and env().world_size() > 1]
     if launched:
         raise ConfigError(
@@ -54,7 +54,7 @@ def new_run_folder() -> str:
 
 
 def _folder_of_rank_0() -> str:
-    """Return the folder that rank 0 chose for this process's n-th Trainer, passed on by an environment variable."""
+    """Return the folder that rank 0 chose for this process's n-th Trainer, which an environment variable passes on."""
     folders = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
     number = len(_chosen)
     if number >= len(folders) or not folders[number]:

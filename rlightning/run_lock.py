@@ -29,14 +29,14 @@ def lock_run(folder: Path) -> bool:
     """Lock a run's folder, created if necessary, until :func:`unlock_run` or the end of this process.
 
     Args:
-        folder: of the run; only rank 0, or the controller, locks it.
+        folder: the run's folder; only rank 0, or the controller, locks it.
 
     Returns:
-        Whether this call locked it; False if this process had locked it before.
+        Whether this call locked the folder; False if this process had already locked it.
 
     Raises:
         FolderTakenError: another run uses the folder.
-        ConfigError: the folder cannot be written to.
+        ConfigError: the folder is not writable.
     """
     path = folder.absolute() / LOCK
     if path in _held:
@@ -57,10 +57,10 @@ def relock_run(folder: Path) -> None:
     """Lock a run's folder again, with a warning, if the folder or its lock file was removed.
 
     Args:
-        folder: of the run; ignored if this process has not locked it.
+        folder: the run's folder; ignored if this process has not locked it.
 
     Raises:
-        FolderTakenError: another run has locked it meanwhile.
+        FolderTakenError: another run has locked the folder meanwhile.
     """
     path = folder.absolute() / LOCK
     if path not in _held or _is_same(path, _held[path][0]):
@@ -103,11 +103,11 @@ def unlock_all() -> None:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check that a folder can be written to, without creating it.
+    """Check that a folder is writable, without creating it.
 
     Args:
-        folder: need not exist.
-        key: the configuration key that names it.
+        folder: a folder, which need not exist.
+        key: the configuration key that names the folder.
 
     Raises:
         ConfigError: names the reason.
@@ -144,7 +144,7 @@ def _open_locked(path: Path) -> int:
             if error.errno not in WITHOUT_LOCKS:
                 os.close(descriptor)
                 raise
-            log.warning("%s: this disk has no file locks. See to it that no other run uses the folder.", path.parent)
+            log.warning("%s: this disk has no file locks. Make sure that no other run uses the folder.", path.parent)
         if _is_same(path, descriptor):
             _write_holder(path, descriptor)
             return descriptor
@@ -152,7 +152,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _write_holder(path: Path, descriptor: int) -> None:
-    """Write this process's identity into the lock file; if writing fails, release the lock."""
+    """Write this process's identity to the lock file; if writing fails, release the lock."""
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -177,7 +177,7 @@ def _holder(path: Path) -> str:
 
 
 def _forget_in_child() -> None:
-    """Close a forked child's copies of the locks, which would outlive the run."""
+    """Close a forked child's copies of the locks, which would otherwise outlive the run."""
     for descriptor, _ in _held.values():
         os.close(descriptor)
     _held.clear()

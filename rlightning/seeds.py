@@ -9,7 +9,7 @@ import os
 
 
 def run_seed() -> int | None:
-    """Return the seed that ``seed_everything`` has set in this process, or None."""
+    """Return the seed that ``seed_everything`` has set in this process; None if it was not called."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     return None if seed is None else int(seed)
 
@@ -21,7 +21,7 @@ def mix_seed(*parts: int | str) -> int:
         parts: the run's seed, the stream's name, and further distinctions, such as a step.
 
     Returns:
-        A number in ``range(2 ** 62)``, which leaves room for vLLM to add a sample's number.
+        A number in ``range(2 ** 62)``, so that vLLM can add a sample's index to it.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2

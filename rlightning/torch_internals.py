@@ -122,7 +122,7 @@ def varlen_attn_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values of ``varlen_attn``, from a result and log-sum-exps given."""
+    """Return the gradients of queries, keys and values of ``varlen_attn``, for a given result and log-sum-exps."""
     random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which it has none of
     inputs, bounds = (grad, query, key, value, out, lse), (cu_seq_q, cu_seq_k, max_q, max_k)
     grads: tuple[Tensor, Tensor, Tensor] = _varlen_attn_backward(

@@ -55,16 +55,17 @@ OBSERVERS = ("RLProgressBar", "Throughput", "CompletionsTable", "RunReport")
 class Trainer(lightning.pytorch.Trainer):
     """Lightning's Trainer with the defaults of ``rlightning fit``. Lightning's own Trainer can be used too.
 
-    It adds the engine, a progress bar or a line for each step, ``Throughput``, ``CompletionsTable``, ``RunReport``,
-    metrics of each step as CSV, and checkpoints, all in the run's folder. Ctrl-C raises KeyboardInterrupt.
+    Added are the engine, a progress bar or a line for each step, ``Throughput``, ``CompletionsTable``, ``RunReport``,
+    metrics of each step as CSV, and checkpoints; all files are in the run's folder. Ctrl-C raises KeyboardInterrupt.
 
     Args:
         rollout: the rollout callback; None for none; "auto" for a ``VLLMRollout()``, unless ``callbacks`` has a rollout
             callback.
-        options: of Lightning's Trainer. ``default_root_dir`` is the run's folder, by default ``runs/<date>-<time>``.
+        options: arguments of Lightning's Trainer. ``default_root_dir`` is the run's folder, by default
+            ``runs/<date>-<time>``.
 
     Raises:
-        ConfigError: for an option that is unknown, has the wrong type, or is not supported here.
+        ConfigError: an option is unknown, has the wrong type, or is not supported.
     """
 
     def __init__(self, *, rollout: Callback | Literal["auto"] | None = "auto", **options: object) -> None:
@@ -144,7 +145,7 @@ class Trainer(lightning.pytorch.Trainer):
             return super().predict(model, dataloaders, datamodule, return_predictions, path, weights_only)
 
     def _settle_checkpoint(self, command: str, ckpt_path: str | Path | None) -> str | None:
-        """Return the checkpoint's path for Lightning, which knows "best" and the weights of this object's own fit."""
+        """Return the path of the checkpoint to load; after this object's fit, leave None and "best" to Lightning."""
         if self._has_fitted and ckpt_path in (None, "best"):
             return None if ckpt_path is None else "best"
         listed: list[Callback] = self.callbacks  # type: ignore[attr-defined]
@@ -154,7 +155,7 @@ class Trainer(lightning.pytorch.Trainer):
 
 @contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Context in which Ctrl-C raises KeyboardInterrupt after saving and cleaning up, not Lightning's SystemExit."""
+    """Context manager in which Ctrl-C raises KeyboardInterrupt after clean-up, instead of Lightning's SystemExit."""
     try:
         yield
     except SystemExit as stop:
@@ -165,7 +166,7 @@ def raising_interrupts() -> Iterator[None]:
 
 
 def settle_options(options: Mapping[str, object]) -> Options:
-    """Return the options with the defaults that depend on others; raises a ConfigError for an unsupported option."""
+    """Return the options with defaults that depend on other options; raises a ConfigError for an unsupported option."""
     settled: Options = dict(options)
     check_options(settled)
     settled["strategy"] = find_strategy(settled["strategy"])
@@ -175,7 +176,7 @@ def settle_options(options: Mapping[str, object]) -> Options:
     settled["default_root_dir"] = folder
     settle_lengths(settled)
     if settled["barebones"]:
-        settled["log_every_n_steps"] = settled["num_sanity_val_steps"] = 0  # Lightning refuses the defaults here
+        settled["log_every_n_steps"] = settled["num_sanity_val_steps"] = 0  # Lightning rejects the defaults here
     if settled["logger"] in (None, True):
         is_needed = not settled["fast_dev_run"] and not settled["barebones"]
         settled["logger"] = CSVLogger(folder, name="metrics") if is_needed else None
@@ -187,7 +188,7 @@ def settle_options(options: Mapping[str, object]) -> Options:
 
 
 def settle_lengths(options: Options | Namespace) -> None:
-    """Set, in place, one epoch if no end is set, and validation after each epoch if no interval is set."""
+    """Set, in place, one epoch if no end of the run is set, and validation after each epoch if no interval is set."""
     if options["max_epochs"] is None and options["max_steps"] == -1 and options["max_time"] is None:
         options["max_epochs"] = 1
     interval = options["val_check_interval"]
@@ -196,16 +197,16 @@ def settle_lengths(options: Options | Namespace) -> None:
 
 
 def add_checkpoint_io(plugins: object, strategy: object) -> list[object]:
-    """Return the Trainer's plugins with one that saves single files atomically, unless a plugin for that is given."""
+    """Return the Trainer's plugins, with one that saves single files atomically unless a checkpoint plugin is given."""
     listed = list(plugins) if isinstance(plugins, list | tuple) else [plugins] if plugins else []
     has_one = any(isinstance(plugin, CheckpointIO) for plugin in listed) or given_checkpoint_io(strategy)
     return listed if has_one else [*listed, AtomicCheckpointIO()]
 
 
 def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Options) -> list[Callback]:
-    """Return the rollout callback, then those listed, then each default whose class is not listed.
+    """Return the rollout callback, the user's callbacks, then the default callbacks of classes not listed.
 
-    ``options`` are the result of :func:`settle_options`, with the listed callbacks.
+    ``options`` are those of :func:`settle_options`, with the user's callbacks.
     """
     listed = options["callbacks"] or []
     callbacks = order_callbacks(listed if isinstance(listed, list) else [listed])
@@ -223,13 +224,13 @@ def complete_callbacks(rollout: Callback | Literal["auto"] | None, options: Opti
         if is_wanted and not any(isinstance(callback, taken) for callback in callbacks):
             callbacks.append(kind())
     folder = Path(options["default_root_dir"]) / FOLDER
-    # Every command has one, not `fit` alone: it is what finds `--ckpt_path last`.
+    # For every command, not only `fit`: this callback finds `--ckpt_path last`.
     has_checkpoints = options["enable_checkpointing"] is not False
     if has_checkpoints and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-        # Its names tell checkpoints apart already, and "last" is a link: nothing is written twice.
+        # Its file names are already unique, and "last" is a link: nothing is written twice.
         callbacks.append(ModelCheckpoint(folder, save_last="link", enable_version_counter=False))
     for callback in callbacks:
-        # Lightning's default is a folder of the first logger's.
+        # Lightning's default is a folder of the first logger.
         if not isinstance(callback, ModelCheckpoint):
             continue
         chosen = str(callback.dirpath or folder.resolve())
@@ -246,7 +247,7 @@ def order_callbacks(callbacks: list[Callback]) -> list[Callback]:
 
 
 def find_callback(name: str) -> type[Any]:
-    """Return one of the package's callback classes by name, imported here on demand."""
+    """Return one of the package's callback classes by name, which is imported only now."""
     kind: type[Any] = resolve_name(f"rlightning.callbacks:{name}")
     return kind
 

@@ -9,7 +9,7 @@ from rlightning.hooks import fire
 
 
 class TransformersAdapter(TrainerCallback):
-    """Connects rlightning's callbacks to a transformers ``Trainer``, of which they get the events and attributes::
+    """Connects rlightning's callbacks to a transformers ``Trainer``, whose events and attributes they get::
 
         adapter = TransformersAdapter(trainer, [EmptyCacheAfterUpdate(), OffloadDuringRollout()])
         trainer.add_callback(adapter)
@@ -21,7 +21,7 @@ class TransformersAdapter(TrainerCallback):
 
     Args:
         trainer: the transformers ``Trainer``.
-        callbacks: of :mod:`rlightning.callbacks`, except those that need Lightning's Trainer.
+        callbacks: callbacks of :mod:`rlightning.callbacks`, except those that need Lightning's Trainer.
     """
 
     loggers: Sequence[object] = ()

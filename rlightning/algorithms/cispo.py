@@ -11,7 +11,7 @@ class CISPO(GroupModule):
     """CISPO (MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5): clips the importance weight, so that no token loses its
     gradient.
 
-    Rare tokens at which reasoning branches therefore still have a gradient in later updates.
+    Rare tokens that start a new line of reasoning therefore keep their gradient in later updates.
 
     Args:
         model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.

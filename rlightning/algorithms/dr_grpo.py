@@ -1,4 +1,4 @@
-"""GRPO done right."""
+"""Dr. GRPO: GRPO without its length and difficulty biases."""
 
 from pathlib import Path
 from typing import Any

@@ -54,7 +54,7 @@ class GroupModule(RLModule):
         return batch.rewards
 
     def returns(self, batch: RolloutBatch) -> Returns:
-        """Return the values to compare: rewards of trajectories or agents, with ``turn_discount`` turns' returns."""
+        """Return the values to compare in a group: rewards of trajectories or agents, or returns of turns."""
         if self.turn_discount is None:
             return Returns.of_trajectories(batch)
         turns = Turns.of_batch(batch)

@@ -10,8 +10,8 @@ from rlightning.objectives import Aggregation, ClippedSurrogate
 class GRPO(GroupModule):
     """GRPO (arXiv:2402.03300): PPO's clip, with a group's mean and standard deviation in place of a critic.
 
-    With ``samples_per_prompt=64, prompts_per_step=16`` and one update it is that of the paper's section 4.2. The paper
-    does not name its clip; 0.2 is PPO's.
+    With ``samples_per_prompt=64, prompts_per_step=16`` and one update, the settings are those of the paper's section
+    4.2. The paper does not give its clip range; 0.2 is PPO's.
 
     Args:
         model: see :class:`~rlightning.module.RLModule`, whose arguments are all accepted.
@@ -19,7 +19,7 @@ class GRPO(GroupModule):
         clip_high: the ratio is clipped at ``1 + clip_high``.
         dual_clip: bounds the loss of negative advantages, see :func:`~rlightning.objectives.clipped_loss`.
         scale_by_std: whether to divide by the group's standard deviation.
-        kl_coef: of the KL term, which is k3 in the loss. The paper's is 0.04; 0 needs no reference model.
+        kl_coef: weight of the KL term, which is k3 in the loss. The paper's is 0.04; 0 needs no reference model.
         loss_aggregation: the paper's mean of the sequences' means.
     """
 

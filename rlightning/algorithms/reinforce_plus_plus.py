@@ -76,7 +76,7 @@ class REINFORCEPlusPlus(RLModule):
         return batch.rewards
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Return each token's sum of rewards from there on, whitened over the batch and all ranks: [T]."""
+        """Return each token's discounted sum of rewards to go, whitened over the batch and all ranks: [T]."""
         if self.turn_discount is not None:
             turns = Turns.of_batch(batch)
             returns = turns.to_tokens(turns.discount_rewards(self.turn_discount))

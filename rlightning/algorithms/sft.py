@@ -66,14 +66,14 @@ class SFT(RLModule):
         return torch.ones(batch.num_tokens, dtype=torch.float32)
 
     def log_evaluation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-        """Log the mean loss of a token over this rank's part of a set's batch, as ``<prefix>/<set>/loss``."""
+        """Log the mean loss of a token in this rank's part of a validation batch, as ``<prefix>/<set>/loss``."""
         batch = balance(self._pack(prompts), self.costs, tensor_parallel_size=self.tensor_parallel_size)
         limit = self.plan.max_tokens_per_microbatch
         logprobs = self.evaluate_logprobs(batch, self.loaded_actor, temperature=1.0, max_tokens=limit)
         mask = batch.is_sampled
         loss, tokens = self.all_sum(torch.stack([-logprobs.float()[mask].sum(), mask.sum().float()])).tolist()
         name = self.trainer.datamodule.validation_sets[dataloader_idx].name  # type: ignore[attr-defined]
-        # Weighted by tokens, batches of unequal length average to the mean over all tokens.
+        # With tokens as weights, the average over batches is the mean over all tokens.
         self.log(
             f"{prefix}/{name}/loss",
             loss / max(tokens, 1),

@@ -56,7 +56,7 @@ class ConfigKeys:
         parameters: the command's keys.
         classes: the class that each key names so far, such as ``{"model": GRPO}``.
         seen: every key read so far, in full.
-        unset_mappings: keys of mappings of which options set an item, though nothing has set the mapping before.
+        unset_mappings: keys of mappings of which an option sets an item before anything has set the mapping.
         files: for each file the content merged with the mappings of earlier files; None if they change nothing.
     """
 
@@ -69,7 +69,7 @@ class ConfigKeys:
         self._mappings: dict[str, dict[str, object]] = {}  # the mappings set by the files read so far, by key
         self._is_in_file = False
         self._begun: set[str] = set()  # the keys of mappings that are set
-        self._leaves: set[str] = set()  # the keys of the present file that are set to anything but a mapping
+        self._leaves: set[str] = set()  # the keys that the current file sets to anything but a mapping
 
     def check_options(self, options: list[str]) -> None:
         """Check all command line options, and the files that ``--config`` names."""
@@ -134,7 +134,7 @@ class ConfigKeys:
         options = list(flatten_union(hint))
         if any(is_mapping(option) for option in options):
             self._begin(value, options, key)
-        # A later file's list replaces an earlier one, with all that is in it.
+        # A later file's list replaces an earlier one entirely.
         if self._is_in_file and "[" not in key and any(is_mapping(option) for option in options):
             self._merge(value, key.replace(".init_args.", "."))
         bases = [option for option in options if is_configurable(option)]
@@ -174,7 +174,7 @@ class ConfigKeys:
         self._leaves.add(key)
 
     def _begin(self, value: object, options: list[object], key: str) -> None:
-        """Nest dotted names in a mapping, and record a mapping of which an option sets the first item."""
+        """Nest dotted names in a mapping; record the mapping if an option sets its first item."""
         items = (item for option in options if is_mapping(option) for item in item_hints(option))
         has_keys = any(is_configurable(kind) for item in items for kind in flatten_union(item))
         if isinstance(value, dict) and has_keys and any("." in name for name in value):
@@ -247,7 +247,7 @@ def check_model(keys: ConfigKeys) -> None:
 
 
 def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
-    """Return the error for a value in place of a mapping with the keys ``parameters``."""
+    """Return the error for a key that must be a mapping with the keys ``parameters``, but has another value."""
     return ConfigError(
         f"{key}={cut_value(value)}: here stand keys, not a value. Write '{key}:', and below it lines such as "
         f"'  {next(iter(parameters))}: value'."
@@ -291,20 +291,20 @@ def subclasses(base: type) -> Iterator[type]:
 
 
 def find_class(path: str, bases: list[type], key: str) -> Any:
-    """Import the class of a dotted path, or find a subclass by its bare name, imported or in the package of its base.
+    """Import the class of a dotted path, or find a class by its name alone, if imported or in its base class's package.
 
     A dotted path may also name a function, which is returned.
 
     Args:
         path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.
-        bases: of which the class may be a subclass.
+        bases: base classes that the key allows.
     """
     module_name, _, name = path.rpartition(".")
     if not module_name:
         for package in {base.__module__.rpartition(".")[0] for base in bases} - {""}:
             exports = import_module(package)
             if name in vars(exports).get("__all__", ()):
-                resolve_name(f"{package}:{name}")  # imports what the package imports when it is asked for
+                resolve_name(f"{package}:{name}")  # imports names that the package imports lazily
         named = {c.__name__: c for base in bases for c in subclasses(base) if not c.__name__.startswith("_")}
         if name not in named:
             raise no_class(key, name, named)
@@ -338,7 +338,7 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
 
 
 def no_class(key: str, name: str, choices: Iterable[str]) -> ConfigError:
-    """Return the error for a bare name of a class that does not exist."""
+    """Return the error for a class name, without a module, that matches none of the ``choices``."""
     return ConfigError(f"{key}: there is no class '{name}'. {suggest(name, choices)}")
 
 
@@ -346,7 +346,7 @@ def no_module(key: str, name: str, folders: Iterable[str]) -> ConfigError:
     """Return the error for a dotted path with a module that does not exist.
 
     Args:
-        folders: of the package in which it would be.
+        folders: where the module was looked for.
     """
     choices = [module.name for module in iter_modules(folders, f"{name.rpartition('.')[0]}.")]
     choices += ["rlightning", "rlightning.algorithms", "rlightning.callbacks", "rlightning.rewards"]
@@ -354,14 +354,14 @@ def no_module(key: str, name: str, folders: Iterable[str]) -> ConfigError:
 
 
 def no_name(key: str, path: str, choices: Iterable[str]) -> ConfigError:
-    """Return the error for a dotted path whose module lacks the name; suggests other names of the module."""
+    """Return the error for a dotted path to a name that its module does not define; suggests similar names."""
     module, _, name = path.rpartition(".")
     near = suggest(path, [f"{module}.{choice}" for choice in choices if not choice.startswith("_")])
     return ConfigError(f"{key}: there is no '{name}' in '{module}'. {near}")
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """Return a sentence with the choice nearest to a wrong name."""
+    """Return a sentence that suggests the choice nearest to a misspelled name."""
     nearest = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.5)
     return (
         f"Did you mean '{nearest[0]}'?"

@@ -67,7 +67,7 @@ class Given(Protocol):
     """The value of a key, to be checked."""
 
     def check(self, key: str) -> None:
-        """Raise a ConfigError if the parser would refuse the value."""
+        """Raise a ConfigError if the parser would reject the value."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class GivenValue:
     """The value of a key whose type is known.
 
     Attributes:
-        value: from a file, or an option's text.
+        value: value from a file, or text of an option.
         hint: type hint of the key.
         is_option: whether the value is from the command line, where texts may be parsed as other values.
     """
@@ -178,7 +178,7 @@ class SourceKeys(ConfigKeys):
             elif not (key == KEY and isinstance(value, str)):
                 self.check_classes(value, key)
             return
-        if not isinstance(value, dict) or "class_path" in value:  # a class does not keep all that another was given
+        if not isinstance(value, dict) or "class_path" in value:  # another class keeps only some arguments
             self.given = {known: given for known, given in self.given.items() if not known.startswith(f"{key}.")}
         if isinstance(value, dict):
             self.check_spec(value, [], key)
@@ -239,7 +239,7 @@ class SourceKeys(ConfigKeys):
                 raise no_name(key, path, fitting or names)
 
     def check_name(self, name: str, key: str, base: str) -> None:
-        """Raise a ConfigError for a bare name of no known class."""
+        """Raise a ConfigError if a class name without a module is that of no known subclass of ``base``."""
         names = subclass_names(base.rpartition(".")[2])
         if name not in names and not self.has_foreign_modules and name not in imported_names(base):
             raise no_class(key, name, [known for known in names if not known.startswith("_")])
@@ -256,12 +256,12 @@ class SourceKeys(ConfigKeys):
 
 
 def check_early(command: str, options: list[str]) -> None:
-    """Raise a ConfigError, in the full parser's words, for a key or a value that the parser would refuse."""
+    """Raise a ConfigError, with the full parser's message, for a key or a value that the parser would reject."""
     if asks_for_help(options):
         return
     try:
         keys = SourceKeys(keys_of(command), USUAL_CLASSES)
-    except LookupError:  # this version of Lightning has its files elsewhere
+    except LookupError:  # this version of Lightning has other file names
         return
     keys.check_options(spell_out_options(options))
     check_model(keys)
@@ -283,7 +283,7 @@ def keys_of(command: str) -> Parameters:
 
 
 def place_of(key: str) -> str:
-    """Return the key of a class without ``.class_path`` and its index in a list."""
+    """Return the key of a class without ``.class_path`` and without its index in a list."""
     return re.sub(r"\[\d+\]$", "", key.removesuffix(".class_path"))
 
 
@@ -295,5 +295,5 @@ def imported_names(base: str) -> set[str]:
 
 
 def plain_key(key: str) -> str:
-    """Return a key without ``.init_args``."""
+    """Return a dotted key without its ``.init_args`` parts."""
     return key.replace(".init_args.", ".")

@@ -68,7 +68,7 @@ class RLArgumentParser(LightningArgumentParser):
     """Secrets of this command line, by their names in the configuration."""
 
     def add_class_arguments(self, *args: Any, **kwargs: Any) -> Any:
-        """Add a class's arguments; a file's name stays a text if the argument accepts texts."""
+        """Add a class's arguments; a file name is not replaced by the file's content if the argument accepts texts."""
         added = super().add_class_arguments(*args, **kwargs)
         for action in parser_actions(self):
             if takes_text(hint_of(action)):
@@ -127,7 +127,7 @@ class SaveRunConfig(SaveConfigCallback):
     def on_exception(
         self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Remove the file of a run that failed before its first step, as with a checkpoint that does not fit."""
+        """Remove the configuration file of a run that failed before its first step, as with a wrong checkpoint."""
         if self._path is not None and isinstance(find_run_error(exception), ConfigError):
             self._path.unlink(missing_ok=True)
 
@@ -174,7 +174,7 @@ class RLCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # of which Lightning has a static one
-        """Return only the given command, since constructing a parser for each is slow; ``predict`` returns nothing."""
+        """Return only the given command: constructing a parser for each is slow. ``predict`` returns nothing."""
         command = self.args[0]
         skipped = {"return_predictions"} if command == "predict" else set()
         return {command: LightningCLI.subcommands()[command] | skipped}
@@ -241,7 +241,7 @@ class RLCLI(LightningCLI):
             trainer["logger"] = None
 
     def take_run_folder(self, folder: Path) -> None:
-        """Lock the run's folder; raise a ConfigError if another run uses it, or it cannot be written to."""
+        """Lock the run's folder; raise a ConfigError if another run uses it or it is not writable."""
         if self.subcommand == "fit":
             lock_run(folder)
         else:
@@ -288,11 +288,11 @@ class RLCLI(LightningCLI):
             raise
         except (MisconfigurationException, TypeError, ValueError) as error:
             raise ConfigError(f"trainer: {error}") from error
-        stop_signal(trainer).command = command_to_go_on(self.args, config["default_root_dir"])
+        stop_signal(trainer).command = resume_command(self.args, config["default_root_dir"])
         return trainer
 
     def make_own_callbacks(self, listed: Sequence[object]) -> list[Callback]:
-        """Return the callbacks that a command adds to the ``listed`` ones."""
+        """Return the callbacks that this command adds to the user's ``listed`` ones."""
         own: list[Callback] = []
         predictions = find_callback("JSONLPredictions")
         if self.subcommand == "predict" and not any(isinstance(callback, predictions) for callback in listed):
@@ -307,7 +307,7 @@ class RLCLI(LightningCLI):
         return keys is not None and any(key.startswith("rollout.") for key in keys.seen)
 
     def predict(self, **kwargs: Any) -> None:
-        """Run prediction without collecting the completions in memory, since a callback writes them."""
+        """Run prediction without keeping the completions in memory, since a callback writes them to a file."""
         self.trainer.predict(**{**kwargs, "return_predictions": False})
 
 
@@ -337,13 +337,13 @@ def make_run_folder() -> str:
         path = new_run_folder()
         if not is_rank_0():
             return path
-        with suppress(FolderTakenError):  # another run that began in the same second has taken it
+        with suppress(FolderTakenError):  # another run that began in the same second uses it
             lock_run(Path(path))
             return path
 
 
-def command_to_go_on(args: list[str], folder: str) -> str:
-    """Return the shell command that resumes a run."""
+def resume_command(args: list[str], folder: str) -> str:
+    """Return the shell command that resumes the run of the options ``args`` from its run folder."""
     kept = [arg for arg in args if not arg.startswith("--ckpt_path=")]
     if "--ckpt_path" in kept:
         place = kept.index("--ckpt_path")

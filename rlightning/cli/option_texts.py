@@ -32,7 +32,7 @@ def replace_files(options: list[str], contents: Sequence[object]) -> list[str]:
 
 
 def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
-    """Return command line options that set each of these mappings to an empty one before setting a key in it."""
+    """Return the options, with one before them that sets each mapping in ``keys`` to an empty one."""
     begun = list(options)
     for key in keys:
         place = next(i for i, option in enumerate(begun) if option.lstrip("-").startswith(f"{key}."))
@@ -41,7 +41,7 @@ def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
 
 
 def mark_files(options: list[str]) -> list[str]:
-    """Return command line options in which names of existing files that YAML would alter are a :class:`WrittenText`."""
+    """Return the options with each file name that YAML would read as another value as a :class:`WrittenText`."""
 
     def is_marked(text: str) -> bool:
         try:
@@ -79,7 +79,7 @@ def _spell_out_each(options: list[str]) -> Iterator[str]:
             continue
         if not equals:
             value = next(rest, None)
-            if value is None:  # left for the check of options to complain of
+            if value is None:  # the check of options reports it
                 yield option
                 return
             text = value

@@ -1,4 +1,4 @@
-"""Options of a single command, which are no keys of a configuration."""
+"""Options of a single command, which are not keys of a configuration."""
 
 from collections.abc import Collection, Mapping, Sequence
 

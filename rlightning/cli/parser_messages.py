@@ -8,7 +8,7 @@ from rlightning.errors import did_you_mean
 
 
 def summarise(message: str, keys: ConfigKeys | None) -> str:
-    """Reduce a message of several lines to one: the key and what is wrong with its value.
+    """Shorten a message of several lines to one: the key, and what is wrong with its value.
 
     Args:
         keys: the keys of this command line, to complete a key that jsonargparse shortened.
@@ -42,7 +42,7 @@ def summarise(message: str, keys: ConfigKeys | None) -> str:
 
 
 def _expected(line: str) -> list[str]:
-    """Return the expected types or words if a line consists of nothing else."""
+    """Return the expected types or words in a line that lists only those; otherwise an empty list."""
     if words := re.fullmatch(r"Expected a typing\.Literal\[(.*)\]", line):
         return words[1].split(", ")
     kind = re.fullmatch(r"Expected a <class '(?:\w+\.)*(\w+)'>", line)

@@ -65,7 +65,7 @@ def plan(options: list[str]) -> str:
     """Return the plan of a run as text.
 
     Raises:
-        ConfigError: for a mistake in the user's configuration.
+        ConfigError: the user's configuration has a mistake.
     """
     if any(option in ("-h", "--help") for option in options):
         return HELP
@@ -79,7 +79,7 @@ def plan(options: list[str]) -> str:
 
 
 def parse_work(args: list[str]) -> Work:
-    """Return the work of the run that ``fit`` would start with these options.
+    """Return what the run that ``fit`` would start with these options computes: its models, batch and devices.
 
     Raises:
         ConfigError: as for ``fit``, if it can be detected without constructing objects.
@@ -128,12 +128,12 @@ def parse_work(args: list[str]) -> Work:
 
 
 def read_roles(kind: type, model: Arguments) -> Iterator[RoleMemory]:
-    """Yield the models other than the actor; if ``configure_roles`` is overridden, one of unknown size."""
+    """Yield the memory of models other than the actor; if ``configure_roles`` is overridden, one of unknown size."""
     if model.get("kl_coef"):
         reference = model.get("reference_model") or model["model"]
         config = load_config(reference, trust_remote_code=bool(model.get("trust_remote_code")))
         yield RoleMemory(name="reference", config=config)
-    # A module of the user's own may have none.
+    # A user's module may have none.
     if hasattr(kind, "configure_roles") and kind.configure_roles.__module__.partition(".")[0] != "rlightning":
         name = f"what {kind.__name__}.configure_roles() adds"
         yield RoleMemory(name=name, config=None, optimizer_states="float32")
@@ -202,7 +202,7 @@ def read_parallelism(trainer: Namespace) -> Parallelism:
 
 
 def find_strategy(strategy: str | Namespace, ranks: int) -> tuple[type[Strategy], Arguments]:
-    """Return the class and the arguments of a strategy, which is given by its class rather than a short name."""
+    """Return the class and the arguments of a strategy, after its short name has been replaced by its class."""
     given: Arguments = {}
     if not isinstance(strategy, str):
         found = find_class(strategy["class_path"], [Strategy], "trainer.strategy")

@@ -29,7 +29,7 @@ def rollout(options: list[str]) -> None:
     """Make trajectories of a few prompts, and print them turn by turn.
 
     Raises:
-        ConfigError: for a mistake in the user's configuration.
+        ConfigError: the user's configuration has a mistake.
         EnvironmentFailedError: a trajectory or its reward failed.
     """
     from rlightning.cli.rollout_cli import RolloutCLI

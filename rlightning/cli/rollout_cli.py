@@ -47,7 +47,7 @@ class RolloutCLI(RLCLI):
         super().__init__(args=[COMMAND, *options])
 
     def before_instantiate_classes(self) -> None:
-        """Remove the keys that only training needs, and choose the prompts."""
+        """Remove the keys that only training needs, and select the prompts."""
         config = self.config[COMMAND]
         trainer, kind = config["trainer"], find_callback("RolloutCallback")
         listed = as_list(trainer["callbacks"])
@@ -62,7 +62,7 @@ class RolloutCLI(RLCLI):
         super().before_instantiate_classes()
 
     def _choose_prompts(self, data: Namespace) -> None:
-        """Limit the rows that the data module reads, from the prediction set or else the training set."""
+        """Limit the rows that the data module reads from the prediction set, or without one from the training set."""
         num_prompts = self.own.num_trajectories // self.own.num_samples
         if not issubclass(find_class(data["class_path"], [], "data.class_path"), PromptDataModule):
             raise ConfigError(
@@ -77,11 +77,11 @@ class RolloutCLI(RLCLI):
         arguments["predict_limit"] = min(num_prompts, arguments["predict_limit"] or num_prompts)
 
     def make_own_callbacks(self, listed: Sequence[object]) -> list[Callback]:
-        """Return the callback that prints trajectories; no files are written."""
+        """Return the callback that prints trajectories; the command writes no files."""
         return [PrintGroups(self.show)]
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Roll out the prompts, by the configured rollout callback or by a server."""
+        """Roll out the prompts, with the configured rollout callback or through an API server."""
         self._check_columns()
         if self.own.endpoint is not None:
             self._sample_endpoint(self.own.endpoint)
@@ -199,7 +199,7 @@ class PrintGroups(RLCallback):
     def on_predict_prompt_end(
         self, trainer: Loop, module: object, prompt: Prompt, trajectories: list[Trajectory]
     ) -> None:
-        """Print the prompt's trajectories, and those that waited for them, in order."""
+        """Print the prompt's trajectories, and those of waiting prompts, once all earlier prompts are printed."""
         self._ended[prompt.index] = trajectories
         while self._waiting and self._waiting[0] in self._ended:
             self._show(self._ended.pop(self._waiting.pop(0)))
@@ -228,7 +228,7 @@ def score_groups(module: RLModule, groups: Sequence[Sequence[Trajectory]]) -> li
             rewards = module.compute_rewards(batch).tolist()
     values = {name: component.tolist() for name, component in batch.scores.items()}
     scored: list[ScoredTrajectory] = []
-    place = 0  # index in the batch, which holds some of the trajectories, in this order
+    place = 0  # index in the batch, which contains some of the trajectories, in this order
     for one in (one for group in groups for one in group):
         kept = batch.trajectories[place] if place < len(rewards) else None
         if kept is None or kept.turns is not one.turns or kept.status != one.status:

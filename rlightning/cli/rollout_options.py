@@ -34,7 +34,7 @@ def read_options(options: list[str]) -> tuple[RolloutOptions, list[str]]:
     """Return the options of this command alone, and the remaining ones.
 
     Raises:
-        ConfigError: for an invalid value of this command's options.
+        ConfigError: an option of this command has an invalid value.
     """
     own, rest = split_own_options(options, DEFAULTS, FLAGS)
     numbers = {}

@@ -28,7 +28,7 @@ def serve(options: list[str]) -> None:
     """Start an engine, and serve trainers until Ctrl-C.
 
     Raises:
-        ConfigError: for a mistake in the user's configuration.
+        ConfigError: the user's configuration has a mistake.
         EngineError: the engine cannot start, or dies repeatedly.
     """
     from rlightning.cli.serve_cli import serve_at
@@ -41,7 +41,7 @@ def split_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
     """Split options into those of this command and the others.
 
     Raises:
-        ConfigError: for an invalid value of this command's options.
+        ConfigError: an option of this command has an invalid value.
     """
     own, rest = split_own_options(options, DEFAULTS)
     port = own["--port"]

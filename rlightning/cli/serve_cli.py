@@ -73,7 +73,7 @@ def serve_at(host: str, port: int, options: list[str]) -> None:
     """Start an engine and serve trainers until Ctrl-C.
 
     Args:
-        port: on which to listen; 0 for any free port.
+        port: port on which to listen; 0 for any free port.
     """
     cli = ServeCLI(args=["fit", *options])
     listener = open_listener(host, port)
@@ -87,5 +87,5 @@ def serve_at(host: str, port: int, options: list[str]) -> None:
         sys.stdout.flush()
 
     key = read_key()
-    os.environ.pop(RUN_KEY_VARIABLE, None)  # vLLM has no use for it
+    os.environ.pop(RUN_KEY_VARIABLE, None)  # vLLM does not use it
     EngineService(config, listener, key).run(announce)

@@ -62,7 +62,7 @@ def find_source(path: str) -> tuple[str, ast.ClassDef]:
 
 
 def find_missing_module(module: str) -> str | None:
-    """Return the shortest prefix of a module's dotted path that does not exist, or None."""
+    """Return the shortest prefix of a dotted module path for which no module exists; None if all exist."""
     names = module.split(".")
     paths = [".".join(names[: i + 1]) for i in range(len(names))]
     return next((path for path in paths if not any(map(Path.exists, _possible_files(path)))), None)
@@ -106,14 +106,14 @@ def subclass_names(base: str) -> frozenset[str]:
 
 
 def find_folders(package: str) -> list[Path]:
-    """Return the folders of a package; empty for a module that is no package."""
+    """Return the folders of a package; empty for a module that is not a package."""
     first, *rest = package.split(".")
     spec = find_spec(first) if first else None
     return [Path(folder, *rest) for folder in (spec and spec.submodule_search_locations) or []]
 
 
 def _possible_files(module: str) -> list[Path]:
-    """Return the possible paths of a module, or of a folder without an ``__init__``."""
+    """Return the paths at which a module's file or a namespace package's folder may be."""
     folders = find_folders(module)
     files = [file for folder in folders for file in (folder / "__init__.py", folder.with_suffix(".py"))]
     return [*files, *folders]
@@ -128,7 +128,7 @@ def _parse(module: str) -> ast.Module:
 
 
 def _hints_of(given: ast.arguments, module: str) -> Parameters:
-    """Return the type hints of a method's parameters; with a default of None a hint is made optional."""
+    """Return the type hints of a method's parameters; one whose default is None also accepts None."""
     positional = given.args[1:]
     missing = [None] * (len(positional) - len(given.defaults))
     defaults = [*missing, *given.defaults[-len(positional) :], *given.kw_defaults]
@@ -144,7 +144,7 @@ def _read_hint(annotation: ast.expr | None, module: str) -> object:
     """Return the type hint of an annotation; None if it cannot be evaluated."""
     try:
         return _evaluate(annotation, module)
-    except (LookupError, TypeError):  # Python's answer to brackets behind what takes none
+    except (LookupError, TypeError):  # subscripts of a type that has none
         return None
 
 
@@ -174,10 +174,10 @@ def _evaluate(node: ast.AST | None, module: str) -> object:
 
 
 def _find_type(name: str, module: str) -> object:
-    """Return the plain type that a name has in a module, also through assignments and imports.
+    """Return the plain type that a name refers to in a module, following assignments and imports.
 
     Raises:
-        LookupError: it is no plain type.
+        LookupError: the name does not refer to a plain type.
     """
     bound = _bindings(module).get(name, [])
     if not bound and name in PLAIN_TYPES["builtins"]:
@@ -218,7 +218,7 @@ def _bindings(module: str) -> dict[str, list[ast.AST]]:
 
 
 def _keywords_to_super(function: ast.FunctionDef) -> set[str]:
-    """Return the keywords that a method passes to ``super()``, and which callers therefore cannot pass."""
+    """Return the keywords that a method itself passes to ``super()``, so that callers cannot pass them."""
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     to_super = [call for call in calls if ast.unparse(call.func) == f"super().{function.name}"]
     return {keyword.arg for call in to_super for keyword in call.keywords if keyword.arg}

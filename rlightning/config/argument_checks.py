@@ -44,7 +44,7 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def checked(kind: Kind) -> Kind:
-    """Class decorator by which a dataclass checks its arguments as :class:`CheckedArguments` does, without a new base.
+    """Class decorator with which a dataclass checks its arguments, without :class:`CheckedArguments` as a base.
 
     jsonargparse treats only classes without other bases as dataclasses.
     """
@@ -87,7 +87,7 @@ def check_arguments(kind: type, args: tuple[object, ...], kwargs: Mapping[str, o
 
 
 def accepts(kind: type, name: str) -> bool:
-    """Return whether a class may accept an argument: ``**kwargs`` may accept any name that is no likely mistake."""
+    """Return whether a class accepts an argument; with ``**kwargs`` any name, except likely misspellings."""
     hints = hints_of(kind)
     if hints is None or name in hints or is_taken_otherwise(kind, name):
         return True
@@ -145,7 +145,7 @@ def positional_names(kind: type) -> list[str]:
 
 
 def is_taken_otherwise(kind: type, name: str) -> bool:
-    """Return whether the code of an ``__init__`` with ``**kwargs`` reads a name, as in ``kwargs.pop(name)``."""
+    """Return whether an ``__init__`` with ``**kwargs`` reads this name from them, as in ``kwargs.pop(name)``."""
     for init in _inits(kind):
         function = inspect.unwrap(init)
         if isinstance(function, FunctionType) and name in _constants(function.__code__):
@@ -160,7 +160,7 @@ def check_value(kind: str, name: str, value: object, hint: object) -> None:
 
     Args:
         kind: the name of the class.
-        name: of the argument.
+        name: name of the argument.
         value: also accepted are another kind of sequence, as in YAML, NumPy's and torch's values in place of numbers
             and lists, a path in place of a text, and vice versa.
         hint: the type hint; any value is accepted if it is missing, or unknown to pydantic.
@@ -175,7 +175,7 @@ def check_value(kind: str, name: str, value: object, hint: object) -> None:
 
 
 def _find_reasons(value: object, hint: object) -> list[str]:
-    """Return pydantic's messages about why a value is not of a type; empty if it is."""
+    """Return pydantic's messages about why a value does not have a type; empty if it does."""
     import pydantic  # a tenth of a second
 
     validator = _find_validator(hint)
@@ -194,7 +194,7 @@ def _find_reasons(value: object, hint: object) -> list[str]:
 
 
 def _fits(value: object, hint: object) -> bool:
-    """Return whether a value is certainly of a type."""
+    """Return whether a value certainly has a type."""
     return _find_validator(hint) is not None and not _find_reasons(value, hint)
 
 
@@ -212,19 +212,19 @@ def _spell_out(value: object) -> object:
 
 
 def _describe(reasons: list[str]) -> str:
-    """Join the reasons to one rule: a union type has a reason for each of its types."""
+    """Join pydantic's messages into one sentence; a union type has a message for each of its types."""
     rules = [reason.removeprefix(_RULE) for reason in reasons if reason.startswith(_RULE)]
     rules = [_WORDS.get(rule, rule) for rule in rules]
     return f"it should be {' or '.join(dict.fromkeys(rules))}" if rules else reasons[0]
 
 
 def _find_validator(hint: object) -> "SchemaValidator | None":
-    """Return the validator of a type hint, within a 1-tuple: for a bare dataclass pydantic allows no settings."""
+    """Return a validator for a type hint wrapped in a 1-tuple: pydantic allows no settings for a bare dataclass."""
     if hint in (None, inspect.Parameter.empty):
         return None
     try:
         return _make_validator(hint)
-    except Exception:  # the hint is no type, or one that pydantic cannot check
+    except Exception:  # the hint is not a type, or one that pydantic cannot check
         return None
 
 
@@ -242,7 +242,7 @@ def _make_validator(hint: Hashable) -> "SchemaValidator | None":
 
 
 def _relax(schema: object) -> Any:
-    """Return pydantic's schema of a type, changed so that the kinds in _RELAXED also accept other forms."""
+    """Return pydantic's schema of a type, in which the types listed in _RELAXED also accept their other forms."""
     if isinstance(schema, list):
         return [_relax(part) for part in schema]
     if not isinstance(schema, dict):
@@ -272,7 +272,7 @@ def _own_positional_names(init: Callable[..., object]) -> list[str]:
 
 
 def _has(init: Callable[..., object], kind: object) -> bool:
-    """Return whether an ``__init__`` has a parameter of this kind, such as ``**kwargs``."""
+    """Return whether an ``__init__`` has a parameter of this :class:`inspect.Parameter` kind, such as ``**kwargs``."""
     return any(parameter.kind is kind for parameter in inspect.signature(init).parameters.values())
 
 
@@ -286,7 +286,7 @@ def _constants(code: CodeType) -> Iterator[object]:
 
 
 def _is_mistaken(name: str, known: Iterable[str]) -> bool:
-    """Return whether an unknown name is another library's name, or a misspelling of a known one."""
+    """Return whether an unknown name is another library's name for an argument, or a misspelling of a known one."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=_NEAR)
     is_made_of = any(name.endswith(f"_{one}") or name.startswith(f"{one}_") for one in near)
     return name in PEER_NAMES or (bool(near) and not is_made_of)
@@ -300,7 +300,7 @@ def _too_many(kind: type, number: int, args: tuple[object, ...], name: str | Non
 
 
 def _way_out(value: object, hint: object) -> str:
-    """Return a sentence on what to write instead; "" if unknown."""
+    """Return a sentence that says what to write instead; "" if unknown."""
     if value is None:
         return "Leave it out for its default."
     for number in _near_numbers(to_number(value)):
@@ -325,7 +325,7 @@ def _way_out(value: object, hint: object) -> str:
 
 
 def _near_numbers(value: object) -> Iterator[int | float]:
-    """Yield numbers that may have been meant by a value of the wrong type."""
+    """Yield the numbers that the user may have meant by a value of the wrong type."""
     if isinstance(value, str):
         for kind in (int, float):
             with suppress(ValueError):

@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class WrittenText(str):
-    """A text that was quoted because YAML would read it as another value, such as ``"010"``; jsonargparse keeps it.
+    """A string that YAML would read as another value without its quotes, such as ``"010"``; jsonargparse keeps it.
 
     jsonargparse parses a ``str`` as YAML again if the type hint is ``Any``, but not an instance of this class.
     """
@@ -153,7 +153,7 @@ def read_config(path: str, key: str = "config") -> object:
 
 
 def check_texts(value: object, where: str) -> None:
-    """Raise a ConfigError for a text with a lone surrogate (half of a character), which UTF-8 cannot encode."""
+    """Raise a ConfigError for a string with an unpaired surrogate, which UTF-8 cannot encode."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list):
@@ -189,7 +189,7 @@ def nest_names(values: dict[str, object], key: str) -> None:
 
     Args:
         values: a mapping of a file whose values are mappings.
-        key: of the mapping, for the error.
+        key: configuration key of the mapping, for the error.
 
     Raises:
         ConfigError: ``a`` exists too, and is not a mapping.

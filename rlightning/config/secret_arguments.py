@@ -1,7 +1,7 @@
 """Secrets in a configuration, such as a reward's ``api_key``: written to no file, and read from the environment.
 
 A secret is recognized by its name, or by its place in a URL. A name is split into words: ``openaiApiKey`` is an API
-key, ``answer_key`` and ``stop_token`` are no secrets. Numbers are never secrets.
+key, ``answer_key`` and ``stop_token`` are not secrets. Numbers are never secrets.
 """
 
 import os
@@ -160,9 +160,9 @@ def _replace(
     Args:
         value: any part of a configuration.
         give: returns the replacement of a secret.
-        name: of the value.
-        owner: of the value.
-        inside: the name of the mapping or list around the value that makes all texts in it secrets.
+        name: the value's own key.
+        owner: name of the reward or class to which the value belongs.
+        inside: the secret key of a mapping or list around the value, in which every text is a secret; "" if none.
     """
     if isinstance(value, Mapping | Namespace):
         entries = vars(value) if isinstance(value, Namespace) else value
@@ -198,7 +198,7 @@ def _owner(entries: Mapping[str, object]) -> str:
 
 
 def _variables(secret: _Secret, is_unique: bool) -> Iterator[str]:
-    """Yield possible names of a secret's environment variable, the best first."""
+    """Yield possible names for a secret's variable, the best first; without its owner only if ``is_unique``."""
     name, owner = (re.sub(r"\W", "_", part).upper() for part in (secret.name, secret.owner))
     long_name = f"{owner}_{name}" if owner else name
     yield from (name, long_name) if is_unique else (long_name,)

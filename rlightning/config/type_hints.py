@@ -79,5 +79,5 @@ def item_hints(hint: object) -> list[object]:
 
 
 def takes_null(options: Iterable[object]) -> bool:
-    """Return whether a type hint accepts None, or is unknown."""
+    """Return whether one of a type hint's alternatives is None or unknown."""
     return any(option in (None, type(None), Any, object, inspect.Parameter.empty) for option in options)

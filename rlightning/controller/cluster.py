@@ -57,7 +57,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
         Whether the cluster is new, and so inherits this process's environment.
 
     Raises:
-        ConfigError: there is no such cluster, or it refuses this process.
+        ConfigError: there is no such cluster, or it rejects this process.
     """
     ray = import_ray()
     from rlightning.controller.ray_internals import SESSION_FOLDER, session_folder
@@ -65,7 +65,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
     if ray.is_initialized():
         release_sigterm(signal.SIG_DFL)
         return False
-    # Without an address Ray joins whatever cluster it finds on the machine, such as another run's, and ends with it.
+    # Without an address Ray joins any cluster that it finds on the machine, such as another run's, and ends with that.
     where = address or os.environ.get("RAY_ADDRESS") or "local"
     if where.startswith("ray://"):
         raise ConfigError(
@@ -75,7 +75,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
     if ":" in where:
         check_reachable(where)
         check_admitted(where, where)
-    # As any process: with Ray's 15, whatever else runs on the host goes before the engines.
+    # Workers have the usual nice value: with Ray's 15, every other process on the host would run before engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
     handler = signal.getsignal(signal.SIGTERM)
     settings: dict[str, Any] = {"logging_level": logging.WARNING, "include_dashboard": False, **options}
@@ -115,7 +115,7 @@ def _make_session_folder() -> str:
 
 
 def release_sigterm(handler: Callable[[int, FrameType | None], object] | int | None) -> None:
-    """Install ``handler`` for SIGTERM in place of Ray's, which exits with code 15 at once.
+    """Install ``handler`` for SIGTERM in place of Ray's, which would exit immediately with code 15.
 
     Lightning calls existing handlers after its own, so that Ray's would end a fit before its last state is saved.
     """
@@ -137,7 +137,7 @@ def check_reachable(address: str) -> None:
 
 
 def check_admitted(where: str, address: str) -> None:
-    """Raise a ConfigError for a cluster that does not answer this process, with the cause, which ``ray.init`` hides."""
+    """Raise a ConfigError for a cluster that rejects this process, with the cause, which ``ray.init`` omits."""
     ray = import_ray()
     from ray.autoscaler.v2.sdk import get_cluster_status
 
@@ -148,7 +148,7 @@ def check_admitted(where: str, address: str) -> None:
 
 
 def _refused(where: str, error: Exception) -> ConfigError:
-    """Return a ConfigError for the cause of Ray's exception; for unknown causes with Ray's own message."""
+    """Return a ConfigError that states the cause of Ray's exception; if that is unknown, Ray's own message."""
     if isinstance(error, import_ray().exceptions.AuthenticationError):
         return ConfigError(
             f"trainer.strategy: the Ray cluster at address={where} asks for its authentication token, and this process "
@@ -176,7 +176,7 @@ class Resources:
     placement: str = "PACK"
 
     def check(self) -> None:
-        """Raise a ConfigError for invalid amounts or placements."""
+        """Raise a ConfigError for an invalid number of cores or GPUs, or an unknown placement."""
         check_rules(
             {
                 f"cpus_per_worker={self.cpus} must be at least 0. Use 1": self.cpus >= 0,
@@ -190,7 +190,7 @@ class Resources:
         """Return the number of workers, by default one for each GPU of the cluster, and each worker's resources.
 
         Raises:
-            ConfigError: if the cluster has less.
+            ConfigError: if the cluster has fewer GPUs or cores.
         """
         has = import_ray().cluster_resources()
         uses_gpus = accelerator != "cpu" and has.get("GPU", 0) > 0

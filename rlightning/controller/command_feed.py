@@ -34,7 +34,7 @@ ENDLESS = 1 << 30
 
 
 class CommandFeed:
-    """Gives a worker's fit its batches, and executes the commands that come between them.
+    """Provides a worker's fit with batches, and executes the commands that arrive between them.
 
     Args:
         queue: the worker's commands.
@@ -82,7 +82,7 @@ class CommandFeed:
         return not self.is_over
 
     def answer_start(self) -> None:
-        """Answer the command that started training or an epoch; called after all hooks."""
+        """Report to the controller that training or an epoch has started; called after all hooks."""
         self._report_stop()
         self.queue.answer(None)
 
@@ -96,7 +96,7 @@ class CommandFeed:
         return command
 
     def end_epoch(self) -> None:
-        """Answer the end of the epoch after all hooks, and execute the commands of the controller's last callbacks."""
+        """Report the end of the epoch after all hooks, and execute the commands of the controller's last callbacks."""
         self.answer_step()
         self._rest_between_epochs()
 
@@ -106,12 +106,12 @@ class CommandFeed:
             yield self.take_batch()
 
     def take_batch(self) -> object:
-        """Return this rank's share of the step's batch, and None when asked again."""
+        """Return this rank's share of the step's batch; None if it was already returned."""
         batch, self._batch = self._batch, None
         return batch
 
     def answer_step(self) -> None:
-        """Answer with the step's result."""
+        """Send the training step's result to the controller."""
         self._report_stop()
         self.queue.answer(self._step_result())
 
@@ -121,12 +121,12 @@ class CommandFeed:
         return self.num_loaders
 
     def begin_evaluation(self, command: Evaluate) -> None:
-        """Switch to the batches of an evaluation."""
+        """Provide the batches of an evaluation, instead of training batches, from now on."""
         self.num_loaders, self._is_evaluating = command.num_loaders, True
         self.queue.answer(None)
 
     def evaluation_batches(self, loader: int) -> Iterator[object]:
-        """Yield this rank's shares of one set's batches. The caller sends the answer to the evaluation's end."""
+        """Yield this rank's shares of the batches of one set. The caller answers the command that ends the set."""
         while self._is_evaluating:
             command = self.queue.peek()
             if isinstance(command, EvaluateBatch) and command.loader != loader:
@@ -162,7 +162,7 @@ class CommandFeed:
 
 
 class FeedLoader:
-    """A data loader whose batches arrive by command; an epoch or a set ends by a command, not by the loader."""
+    """A data loader whose batches arrive as commands; a command, not the loader, ends an epoch or a set."""
 
     def __init__(self, batches: Callable[[], Iterator[object]]) -> None:
         self._batches = batches
@@ -182,7 +182,7 @@ class FeedLoader:
 
 
 class WorkerData(LightningDataModule):
-    """Replaces the user's data module in a worker: batches arrive by command, other attributes are the user's.
+    """Replaces the user's data module in a worker: batches arrive as commands, other attributes are the user's.
 
     ``configured`` is the user's data module, which is not set up in a worker.
     """
@@ -193,7 +193,7 @@ class WorkerData(LightningDataModule):
         self.feed = feed
 
     def __getattr__(self, name: str) -> object:
-        if name in ("configured", "feed"):  # not set yet while the object is being created
+        if name in ("configured", "feed"):  # not yet set while the object is being constructed
             raise AttributeError(name)
         return getattr(self.configured, name)
 

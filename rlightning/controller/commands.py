@@ -45,7 +45,7 @@ R = TypeVar("R", covariant=True)
 
 
 class Command(Generic[R]):
-    """A command, whose result has the type ``R``."""
+    """A command of the controller to a worker; the worker's result has the type ``R``."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ BetweenBatches = Load | Save | Call
 """Commands that may be executed whenever no step is running."""
 
 
-# Entries: what workers answer
+# Entries, the answers of workers
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,12 @@ class PromptRequest:
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A callback or the module in a worker has set ``trainer.should_stop``."""
+    """Reports that a callback or the module in a worker has set ``trainer.should_stop``."""
 
 
 @dataclass(frozen=True)
 class Completed:
-    """A command has been executed, with this result."""
+    """The last entry of a command that has been executed, with its result."""
 
     result: Any
 
@@ -181,7 +181,7 @@ class Failed:
     Attributes:
         summary: type and message, in one line.
         traceback: as Python prints it.
-        exit_code: of a foreseen error, for which the summary suffices; None for any other error.
+        exit_code: exit code of a foreseen error, for which the summary suffices; None for any other error.
         is_first: whether this rank was the first to fail.
     """
 
@@ -280,13 +280,13 @@ class CommandQueue:
         self._current = None
 
     def fail(self, failure: Failed) -> None:
-        """Answer all commands, including future ones, with ``failure``."""
+        """Answer all commands, including future ones, with a failure."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
 
     def await_prompts(self) -> object:
-        """Wait for the prompts of :meth:`supply` and return them."""
+        """Wait for the prompts that :meth:`supply` provides, and return them."""
         with self._changed:
             self._changed.wait_for(lambda: self._prompts)
             return self._prompts.popleft()

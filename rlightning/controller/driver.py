@@ -46,7 +46,7 @@ class DriverContext:
         """Return the context of this process.
 
         Args:
-            names: of variables that actors need.
+            names: names of the environment variables that actors need.
             starts_cluster: whether this process starts the cluster, which then inherits its environment.
         """
         passed = [*names, *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else [])]
@@ -90,7 +90,7 @@ class DriverContext:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise a ConfigError for variables that cannot be passed to actors; no message contains a value."""
+    """Raise a ConfigError for environment variables that cannot be passed to actors; messages contain no values."""
     for name in names:
         if "=" in name:
             name, _, _ = name.partition("=")
@@ -102,18 +102,18 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def passed_value(name: str) -> str:
-    """Return a variable's value for actors; relative paths in PYTHONPATH become absolute."""
+    """Return the value of an environment variable for Ray actors; relative paths in PYTHONPATH become absolute."""
     value = os.environ[name]
     return os.pathsep.join(absolute_paths(value.split(os.pathsep))) if name == "PYTHONPATH" else value
 
 
 def absolute_paths(paths: Iterable[str]) -> list[str]:
-    """Return import paths as absolute paths; entries that are no paths, such as names of import hooks, stay."""
+    """Return import paths as absolute paths; entries that are not paths, such as names of import hooks, are kept."""
     return [os.path.abspath(path) if not path or os.path.exists(path) else path for path in paths]
 
 
 def digest_variables() -> dict[str, str]:
-    """Return a digest of each environment variable that all processes of a run should share, by name."""
+    """Return a digest, by name, of each environment variable that should be equal in all processes of a run."""
     return {
         name: hashlib.blake2b(value.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
         for name, value in sorted(os.environ.items())
@@ -122,6 +122,6 @@ def digest_variables() -> dict[str, str]:
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Return names in one line, cut to a maximum number."""
+    """Return names as one line of text, shortened to a maximum number of names."""
     more = f" and {len(names) - LONGEST_LIST} more" if len(names) > LONGEST_LIST else ""
     return ", ".join(names[:LONGEST_LIST]) + more

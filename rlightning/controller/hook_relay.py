@@ -61,7 +61,7 @@ class BatchPart:
 
     @classmethod
     def of(cls, batch: RolloutBatch, hook: str, *, is_head: bool) -> Self:
-        """Store a batch and return its part; of ranks with the same batch one stores it, by the storing policy."""
+        """Store a batch and return its part; of ranks with equal batches, only one stores it, by the storing policy."""
         tensors, lists = split_lists(batch)
         pickled = torch.frombuffer(bytearray(pickle.dumps(lists, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
         store = store_tensors if hook in GLOBAL_GROUPS else store_own_tensors
@@ -133,7 +133,7 @@ class HookRelay(Checkpoint):
         self._sent: tuple[RolloutBatch, tuple[int, ...], BatchPart] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        # rlightning.hooks.fire asks for a hook by its name.
+        # rlightning.hooks.fire looks up a hook by its name.
         if name in RL_HOOKS:
             return partial(self._relay, name)
         raise AttributeError(name)
@@ -177,7 +177,7 @@ class HookRelay(Checkpoint):
 
 
 def wanted_hooks(callbacks: Sequence[Callback]) -> frozenset[str]:
-    """Return the RL hooks that at least one of the callbacks overrides."""
+    """Return the names of the RL hooks that at least one of the callbacks overrides."""
     return frozenset(hook for hook in RL_HOOKS for one in callbacks if is_overridden(hook, one, RLCallback))
 
 
@@ -197,7 +197,7 @@ def warn_of_unrelayed(callbacks: Iterable[Callback]) -> None:
 class Relay:
     """Combines the ranks' hooks: a hook is called when all ranks have sent it, in the order of rank 0.
 
-    Hooks of a single rank are called at once.
+    With a single rank, hooks are called immediately.
     """
 
     def __init__(self, num_ranks: int, fire_one: Callable[[FiredHook, Sequence[object]], None]) -> None:
@@ -217,7 +217,7 @@ class Relay:
             self._fire_next()
 
     def flush(self) -> None:
-        """Call the remaining hooks, which only some ranks may have sent, such as those of an engine of one rank."""
+        """Call the hooks that only some ranks have sent, such as those of an engine of one rank."""
         while self._order:
             self._fire_next()
 

@@ -33,7 +33,7 @@ class RayBlock(Block):
 
     def __reduce__(self) -> tuple[object, ...]:
         if not is_pickled_for_call():
-            # Ray could not count this copy: it would be dangling, or keep the tensor for ever.
+            # Ray could not count this copy: it would be dangling, or would keep the tensor forever.
             raise pickle.PicklingError(
                 f"A handle to what '{self.label}' stored can only be sent in an argument or a result of a Ray call, "
                 "where it is counted. Send it there, or fetch it first."

@@ -56,12 +56,12 @@ class RowlessData(Protocol):
 
 
 class ActorEngines(Protocol):
-    """Engines as Ray actors beside the workers, which outlive the workers.
+    """Engines as Ray actors, which outlive the training workers.
 
     Attributes:
         callback: the rollout callback that uses them.
-        run_key: by which trainers authenticate; None until they are started.
-        runs: Ray's references to their running calls, which only end by an exception.
+        run_key: key with which trainers authenticate; None until the engines are started.
+        runs: Ray's references to the engines' running calls, which end only with an exception.
     """
 
     callback: Callback
@@ -69,7 +69,7 @@ class ActorEngines(Protocol):
     runs: list[Any]
 
     def check_room(self, num_workers: int, each: dict[str, float]) -> None:
-        """Raise a ConfigError if the cluster lacks resources for the engines beside the workers."""
+        """Raise a ConfigError if the cluster lacks resources for the engines in addition to the workers."""
 
     def start(
         self, module: LightningModule, max_prompt_tokens: int | None, folder: Path, driver: DriverContext
@@ -107,9 +107,9 @@ class RayController(ControllerStrategy):
         num_workers: number of ranks, each a process with its own device. None for ``trainer.devices`` x
             ``trainer.num_nodes``, or without these for the number of the cluster's GPUs.
         worker_strategy: strategy of the workers, by name or with its arguments.
-        accelerator: of the workers; None for ``trainer.accelerator``, by default "auto".
-        address: of a Ray cluster; "auto" for the one of which this machine is a node. None for RAY_ADDRESS, as in a
-            submitted job, or without it for a new cluster on this machine.
+        accelerator: accelerator of the workers; None for ``trainer.accelerator``, by default "auto".
+        address: address of a Ray cluster; "auto" for the one of which this machine is a node. None for RAY_ADDRESS, as
+            in a submitted job, or without it for a new cluster on this machine.
         cpus_per_worker: cores that Ray reserves for each worker.
         gpus_per_worker: GPUs that Ray reserves for each worker; None for one, if there are any.
         placement: Ray's strategy to place workers on nodes: PACK, SPREAD, STRICT_PACK, or STRICT_SPREAD.
@@ -155,11 +155,11 @@ class RayController(ControllerStrategy):
     # Before anything starts
 
     def take_devices(self, accelerator: object, devices: object, num_nodes: int) -> None:
-        """Take the Trainer's device arguments for the workers; called before the Trainer is made without them."""
+        """Store the Trainer's device arguments, for the workers; called before the Trainer is constructed."""
         if self.worker_accelerator is None and isinstance(accelerator, str):
             self.worker_accelerator = accelerator
         per_node = len(devices) if isinstance(devices, list) else devices
-        if self.num_workers is None and str(per_node).isdecimal():  # "auto" is for the cluster to say
+        if self.num_workers is None and str(per_node).isdecimal():  # "auto": the cluster decides
             self.num_workers = int(str(per_node)) * num_nodes
 
     def _configure_launcher(self) -> None:
@@ -209,7 +209,7 @@ class RayController(ControllerStrategy):
 
     def connect(self, model: LightningModule) -> None:
         """Keep the user's module for the workers; callbacks in this process get a ControllerModule instead."""
-        # Lightning has put the new module in the old one's place by now.
+        # Lightning has already replaced the old module by the new one.
         standing, trainer = self._standing, model.trainer
         listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         here = [callback for callback in listed if not belongs_to_workers(callback)]
@@ -218,7 +218,7 @@ class RayController(ControllerStrategy):
             super().connect(standing)  # another stage of the trainer with the same weights
             return
         if standing is not None and is_same:
-            model = standing.configured  # workers have died; engines in actors of their own have not
+            model = standing.configured  # workers have died; engines in separate actors have not
         else:
             self.close()
             warn_of_unrelayed(here)
@@ -262,19 +262,19 @@ class RayController(ControllerStrategy):
             self.group.record_stacks(reason)
 
     def _worker_config(self, trainer: Trainer) -> "WorkerConfig":
-        from rlightning.controller.worker_trainer import WorkerConfig, settings_of
+        from rlightning.controller.worker_trainer import WorkerConfig, trainer_settings
 
         assert self._standing is not None
         callbacks = [self._start_engines(callback, trainer) for callback in self.worker_callbacks]
         return WorkerConfig(
             module=self._standing.configured,
-            data=self._settled_data(trainer),
+            data=self._data_for_workers(trainer),
             strategy=self.worker_strategy,
             callbacks=callbacks,
             wanted_hooks=wanted_hooks(trainer.callbacks),  # type: ignore[attr-defined]
             accelerator=self.worker_accelerator or "auto",
             precision=trainer.precision,
-            settings=settings_of(trainer),
+            settings=trainer_settings(trainer),
             root_dir=str(Path(trainer.default_root_dir).absolute()),
             checkpoint_io=given_checkpoint_io(self),
             seed=run_seed(),
@@ -283,20 +283,20 @@ class RayController(ControllerStrategy):
             run_key=None if self._engines is None else self._engines.run_key,
         )
 
-    def _settled_data(self, trainer: Trainer) -> LightningDataModule | None:
-        """Return the data module in the form that is sent to workers."""
+    def _data_for_workers(self, trainer: Trainer) -> LightningDataModule | None:
+        """Return the data module that is sent to the workers: a copy without rows, if the module provides one."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         return data.without_rows() if isinstance(data, RowlessData) else self._data
 
     def _start_engines(self, callback: Callback, trainer: Trainer) -> Callback:
-        """Return the callback; if its engines are Ray actors, a copy with their addresses."""
+        """Start a callback's engines if they are Ray actors; return the callback, or a copy with their addresses."""
         assert self._standing is not None
         configured = self._standing.configured
         is_needed = generates(configured) or trainer.state.fn == "predict"
         if self._engines is None or callback is not self._engines.callback or not is_needed:
             return callback
         assert self._driver is not None
-        data = self._settled_data(trainer)
+        data = self._data_for_workers(trainer)
         longest = data.max_prompt_tokens if has(data, HasPromptLimit) else None
         return self._engines.start(configured, longest, Path(trainer.default_root_dir), self._driver)
 

@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 SESSION_FOLDER = "_temp_dir"
 """The argument of ``ray.init`` for the folder of a new cluster's sockets and logs."""
-_worker: Any = global_worker  # this process's end of Ray, without types
+_worker: Any = global_worker  # Ray's client in this process, which has no types
 
 
 def is_pickled_for_call() -> bool:
-    """Return whether an object is being pickled for a Ray call, in which Ray counts the references."""
+    """Return whether an object is being pickled as an argument or result of a Ray call, where Ray counts references."""
     return bool(_worker.get_serialization_context().is_in_band_serialization())
 
 

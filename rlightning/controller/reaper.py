@@ -61,7 +61,7 @@ def watch_own_node(session: str) -> OwnNode | None:
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is the controller's
+        start_new_session=True,  # the controller handles Ctrl-C
     )
     atexit.register(_announce_exit, reaper)
     return OwnNode(raylet, identify_process(raylet), reaper)
@@ -92,7 +92,7 @@ def main() -> None:
     awaited = [0] if end < 0 else [0, end]
     while 0 in awaited:
         ready, _, _ = select.select(awaited, [], [])
-        if 0 not in ready:  # the raylet's end alone
+        if 0 not in ready:  # only the raylet has ended
             awaited.remove(end)
         elif os.read(0, 1):
             has_announced_exit = True

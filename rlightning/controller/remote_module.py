@@ -55,7 +55,7 @@ class ControllerModule(PromptBatchModule):
         """Have the workers write the adapter as a folder in PEFT's format."""
         self.strategy.call("save_adapter", path)
 
-    # Hooks: Lightning asks whether they are there.
+    # Hooks: Lightning checks whether they are defined.
 
     def configure_optimizers(self) -> None:
         """Return None: the optimizers are in the workers."""

@@ -42,9 +42,9 @@ class RTensor:
     It is small, and can be an argument or result of Ray's calls; :func:`fetch_tensors` reads it.
 
     Attributes:
-        dtype: of the tensor.
-        block: the stored object with the tensor's bytes, and those of others if it is small.
-        index: of the tensor in the block.
+        dtype: dtype of the tensor.
+        block: the stored object with the tensor's bytes; small tensors share one.
+        index: index of the tensor in the block.
     """
 
     shape: torch.Size
@@ -81,7 +81,7 @@ def store_tensors(tree: object, *, label: str = "") -> Any:
         (:func:`~rlightning.controller.tensor_store.stores_results`).
 
     Raises:
-        TypeError: for a DTensor, a sparse tensor, or one on the meta device.
+        TypeError: a tensor is a DTensor, sparse, or on the meta device.
         StoreFullError: the store's limit would be exceeded; nothing is stored.
     """
     return _store(tree, label or _call_site()) if stores_results() else None
@@ -126,7 +126,7 @@ def fetch_tensors(tree: object) -> Any:
 
 
 def _read(blocks: Mapping[int, Block]) -> dict[int, Sequence[Bytes]]:
-    """Return the contents of blocks by the same keys, with one fetch for all blocks of a type."""
+    """Return the contents of blocks, by the same keys, with one request for all blocks of a type."""
     found: dict[int, Sequence[Bytes]] = {}
     for kind in {type(block) for block in blocks.values()}:
         chosen = {key: block for key, block in blocks.items() if type(block) is kind}
@@ -135,7 +135,7 @@ def _read(blocks: Mapping[int, Block]) -> dict[int, Sequence[Bytes]]:
 
 
 def _share_out(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors by stored object: small ones share one; large ones have their own, to be freed separately."""
+    """Group tensors by stored object: small tensors share one; large ones have their own, to be freed separately."""
     small = [tensor for tensor in tensors if tensor.nbytes < SHARED_BELOW]
     if small:
         yield small
@@ -166,7 +166,7 @@ def _as_tensor(array: Bytes, handle: RTensor) -> Tensor:
 
 
 def _call_site() -> str:
-    """Return the caller of the function that calls this one."""
+    """Return the function, file and line of the caller of the function that calls this one."""
     frame = sys._getframe(2)
     return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
@@ -197,7 +197,7 @@ def _map_leaves(tree: object, kind: type, change: Change) -> object:
         return _map_parts(tree, dict(tree.items()), operator.setitem, kind, change)
     if is_dataclass(tree) and not isinstance(tree, type):
         present = field_values(tree)
-        # past the checks of frozen dataclasses, and without calling an __init__ that may want other arguments
+        # bypasses the checks of frozen dataclasses, and any __init__ that may need other arguments
         return _map_parts(tree, present, object.__setattr__, kind, change)
     return tree
 

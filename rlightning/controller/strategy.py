@@ -51,7 +51,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     """The strategy of a process without a device: each step is sent as a command to a group of workers.
 
     Attributes:
-        weight_version: of the workers' actor.
+        weight_version: weight version of the workers' actor.
         saved: paths of this run's checkpoints, in order; a restart continues from the last of them.
     """
 
@@ -107,7 +107,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         return fetch_tensors(self.execute_all(Call(method, arguments, named))[0])
 
     def _supply(self, num_prompts: int) -> None:
-        """Send each worker this number of prompts from the data module."""
+        """Send each worker ``num_prompts`` further prompts of the training set."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.workers.supply(split_in_order(data.take(num_prompts * self.workers.num_workers), self.workers.num_workers))
 
@@ -115,7 +115,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         """Call a worker's RL hook on the callbacks in the controller."""
         self.weight_version = fired.weight_version
         self._count_steps(fired.global_step)
-        # Before its update a step may wait for further prompts, and a command behind it would wait for the step.
+        # Before its update a step may wait for further prompts, while a command would wait for the step.
         is_closed = self.trainer.training and fired.hook not in GLOBAL_GROUPS
         self._closed_hook = fired.hook if is_closed else None
         try:
@@ -131,7 +131,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
                 progress.increment_ready()
                 progress.increment_completed()
 
-    # What Lightning asks a strategy to do
+    # Methods of Lightning's strategies
 
     def training_step(self, batch: Sequence[object], batch_idx: int) -> None:
         """Train on a batch, split in order over the ranks; tensors of the results stay on the workers."""
@@ -152,7 +152,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         log_epoch_metrics(module, [result.epoch_metrics for result in results])
 
     def validation_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Evaluate a batch: each worker takes every n-th element of it."""
+        """Evaluate a batch: of n workers, each takes every n-th element."""
         self._evaluate_batch(batch, dataloader_idx)
 
     test_step = validation_step
@@ -185,7 +185,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         self.execute_all(Evaluate(num_sets, is_sanity_check=self.trainer.sanity_checking))
 
     def on_train_end(self) -> None:
-        """End the workers' fits; called when all has been saved."""
+        """End the workers' fits; called after all checkpoints are saved."""
         self.execute_all(End())
         self._await_end()
 
@@ -209,13 +209,13 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, object], filepath: str | Path, storage_options: object = None
     ) -> None:
-        """Have the workers write a checkpoint in their strategy's format, which runs without controller can load.
+        """Have the workers write a checkpoint in their strategy's format, which a run without a controller can load.
 
         The controller's part contains loops, callbacks and the position in the data.
         """
         path = Path(filepath).absolute()
         self.execute_all(Save(checkpoint, str(path), storage_options))
-        if "optimizer_states" in checkpoint:  # otherwise the checkpoint holds only weights
+        if "optimizer_states" in checkpoint:  # otherwise the checkpoint contains only weights
             self.saved.append(path)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
@@ -235,7 +235,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
 
 def refusal(command: Command[object], hook: str) -> ConfigError:
-    """Return the error for a command in a hook where it could wait forever."""
+    """Return the error for a command that was sent in a hook in which it could wait forever."""
     name = type(command).__name__
     what = f"trainer.strategy.call({command.method!r})" if isinstance(command, Call) else f"a command to {name.lower()}"
     return ConfigError(
@@ -286,7 +286,7 @@ class ControllerLauncher(Launcher):
 
 @contextmanager
 def naming_lost_cluster() -> Iterator[None]:
-    """Context in which Ray's errors after the loss of the run's own cluster become an error that names the loss."""
+    """Context manager that converts Ray's errors after the run's own cluster was lost to a ClusterLostError."""
     try:
         yield
     except Exception:

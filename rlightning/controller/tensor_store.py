@@ -57,7 +57,7 @@ class Owner(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """The number and total size of the existing stored objects of one label."""
+    """The number and the total size of the stored objects of one label that exist."""
 
     label: str
     entries: int
@@ -94,7 +94,7 @@ class TensorStore(ABC):
         is_positive = max_bytes is None or max_bytes > 0
         check_rules({f"max_bytes={max_bytes} must be positive. Leave it out for no limit": is_positive})
         self.max_bytes = max_bytes
-        # Entries are removed by the thread that releases the last handle: one operation each, and no lock.
+        # Entries are removed by the thread that releases the last handle, in one operation each, without a lock.
         self._alive: dict[int, tuple[str, int]] = {}
         self._keys = itertools.count()
 

@@ -52,10 +52,10 @@ OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
 class Worker(CommandQueue):
     """One rank, with the queue of its commands; the class of the Ray actor.
 
-    :meth:`run` blocks for a whole fit. The other methods are called meanwhile, in other threads.
+    :meth:`run` blocks for a whole fit. The other methods are called in other threads meanwhile.
 
     Args:
-        host_threads: the controller's OMP_NUM_THREADS; None for a share of the cores, as if all workers were here.
+        host_threads: the controller's OMP_NUM_THREADS; None for the cores divided by the number of all workers.
     """
 
     def __init__(self, rank: int, num_workers: int, driver: DriverContext, host_threads: str | None) -> None:
@@ -95,7 +95,7 @@ class Worker(CommandQueue):
         """Run one stage, named by the Trainer's method, until the controller ends it.
 
         Args:
-            number: of the stage; one that was run before is not repeated.
+            number: number of the stage; a stage that was run before is not repeated.
             config: None for a later stage of the same run, with the same trainer and module.
             rendezvous: rank 0's address and port.
         """
@@ -128,7 +128,7 @@ class Worker(CommandQueue):
     def _prepare(self, config: WorkerConfig, rendezvous: tuple[str, int]) -> None:
         quieten()
         logging.getLogger("rlightning").setLevel(logging.INFO if self.rank == 0 else logging.WARNING)
-        for name in ("lightning.pytorch", "lightning.fabric"):  # the controller's logs the same
+        for name in ("lightning.pytorch", "lightning.fabric"):  # the controller logs the same line
             logging.getLogger(name).setLevel(logging.WARNING)
         if config.seed is not None:
             seed_everything(config.seed, verbose=False)
@@ -172,14 +172,14 @@ class Worker(CommandQueue):
     def _evaluate(self, command: Evaluate) -> dict[str, float]:
         if command.is_sanity_check:
             self.trainer.check_sanity()
-            return {}  # Lightning throws them away
+            return {}  # Lightning discards them
         return as_floats(validate_in_fit(self.trainer))
 
     def _report_stop(self) -> None:
         if self.trainer.should_stop:
             self.record(StopRequest())
 
-    # What is done between two batches
+    # Commands between two batches
 
     def _execute(self, command: BetweenBatches) -> object:
         match command:
@@ -204,7 +204,7 @@ class Worker(CommandQueue):
         if trainer.state.fn == "fit":
             connector.restore_optimizers_and_schedulers()
             loops = {**loaded["loops"]["fit_loop"]}
-            loops["state_dict"] = {}  # the state of data loaders, which the controller has
+            loops["state_dict"] = {}  # the state of data loaders, which is in the controller
             trainer.fit_loop.load_state_dict(loops)
         connector.resume_end()
         return rest if self.rank == 0 else {}

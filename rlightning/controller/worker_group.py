@@ -85,7 +85,7 @@ class WorkerGroup:
 
         ``config`` is None for a later stage. ``engines`` are Ray's references, which must not end before the workers.
         """
-        # One copy of the configuration in the object store, for all of them.
+        # One copy of the configuration in the object store, for all workers.
         shared = None if config is None else self._ray.put(config)
         rendezvous = ("", 0)
         if config is not None:
@@ -117,8 +117,8 @@ class WorkerGroup:
         }
         seen: list[int] = [0] * self.num_workers
         answers: list[Any] = [None] * self.num_workers
-        # Kept until the command is done: an object whose last reference goes here while another one to it is on its way
-        # is deleted by Ray (ReferenceCountingAssertionError), and two hooks of a step may tell of the same batch.
+        # Kept until the command is done: two hooks of a step may refer to the same batch, and Ray deletes an object
+        # whose last local reference is dropped while another reference is in transit (ReferenceCountingAssertionError).
         received: list[Entry] = []
         for rank, entries in self._entries(asked):
             received += entries
@@ -195,9 +195,9 @@ class WorkerGroup:
         return found
 
     def _entries(self, asked: dict[Ref, int]) -> Iterator[tuple[int, list[Entry]]]:
-        """Yield ranks and their entries as they arrive, until all commands have a result."""
+        """Yield each rank with its new entries as they arrive, until all commands have a result."""
         while asked:
-            # A run that has ended, well or not, has told so by its commands' records; unless it could not even begin.
+            # Workers record the end of a run in their commands' entries, unless the run could not begin.
             ready = self._wait([*asked, *self._runs, *self._engines])
             if ready in self._engines:
                 self._lose_engine(ready)
@@ -237,14 +237,14 @@ class WorkerGroup:
                 log.warning("Waiting: worker %d has answered nothing for %.0f s.", rank, silent)
 
     def _fail(self, failure: Failed) -> NoReturn:
-        """End the other workers and raise the cause of a worker's failure."""
+        """End the other workers, and raise the error behind a worker's failure."""
         if not failure.is_first:
             failure = self._find_first(failure)
         self.kill()
         raise_failure(failure)
 
     def _find_first(self, failure: Failed) -> Failed:
-        """Return the first failure of all ranks, by default the given one; raise an error if a worker has died."""
+        """Return the failure of the rank that failed first, by default the given one; raise an error if one died."""
         deadline, asked = Deadline(intervals.CAUSE_GRACE), self._call_all("await_failure")
         while asked and not deadline.is_over:
             ready, _ = self._ray.wait(list(asked), num_returns=1, timeout=deadline.remaining)
@@ -259,7 +259,7 @@ class WorkerGroup:
         return failure
 
     def _find_cause(self, rank: int, error: BaseException) -> BaseException:
-        """Return why a worker has ended; at first Ray may know only that the connection was lost."""
+        """Return why a worker has ended; for a while Ray may report only a lost connection."""
         deadline = Deadline(intervals.CAUSE_GRACE)
         while isinstance(error, self._ray.exceptions.ActorUnavailableError) and not deadline.is_over:
             check_own_node()
@@ -273,7 +273,7 @@ class WorkerGroup:
         return error
 
     def _lose_engine(self, ref: Ref) -> None:
-        """Raise an error for the end of an engine's Ray actor, which restarts a dead engine itself."""
+        """Raise an error because an engine's Ray actor has ended, although it would restart a dead engine."""
         self.kill()
         try:
             self._ray.get(ref)

@@ -69,7 +69,7 @@ class WorkerFitLoop(FitLoop):
         super().run()
 
     def setup_data(self) -> None:
-        """Set the number of batches of an epoch to the controller's."""
+        """Set the number of batches of an epoch to the number that the controller sent."""
         super().setup_data()
         self.max_batches = self.feed.num_batches
 
@@ -91,14 +91,15 @@ class WorkerConfig:
     """The settings that all workers of a run share, taken from the controller's Trainer.
 
     Attributes:
-        module: configured, without weights.
-        data: not set up.
-        strategy: of the workers: an object, a name in Lightning's registry, or a class by its path.
-        wanted_hooks: RL hooks that callbacks in the controller override.
-        settings: additional arguments of the Trainer (:func:`settings_of`).
-        checkpoint_io: for strategies that write single files.
-        fast_dev_run: of the Trainer, for schedules and callbacks that read it; its limits are in ``settings``.
-        run_key: by which trainers authenticate at the run's engines, or None.
+        module: the user's module, before its weights are loaded.
+        data: the data module, before ``setup``.
+        strategy: the workers' strategy: an object, a name in Lightning's registry, or a class by its path.
+        wanted_hooks: names of the RL hooks that callbacks in the controller override.
+        settings: additional arguments of the Trainer (:func:`trainer_settings`).
+        checkpoint_io: used by strategies that write a checkpoint as one file.
+        fast_dev_run: the Trainer's value, for schedules and callbacks that read it; the limits it implies are in
+            ``settings``.
+        run_key: key with which trainers authenticate to the run's engines; None without engines in Ray actors.
     """
 
     module: LightningModule
@@ -156,7 +157,7 @@ class RayEnvironment(ClusterEnvironment):
 
 
 class WorkerTrainer(Trainer):
-    """A Trainer for one rank; the controller has logger, checkpoints and validation."""
+    """The Trainer of one rank; logging, checkpoints and validation are left to the controller."""
 
     fast_dev_run: bool | int
 
@@ -218,12 +219,12 @@ def make_trainer(
         default_root_dir=config.root_dir,
         **config.settings,
     )
-    trainer.fast_dev_run = config.fast_dev_run  # as an argument it would also set limits: the controller's task
+    trainer.fast_dev_run = config.fast_dev_run  # as an argument it would also set limits, which the controller sets
     return trainer
 
 
-def settings_of(trainer: Trainer) -> dict[str, object]:
-    """Return a Trainer's arguments for numerics and length of a run, some of which are global state in torch."""
+def trainer_settings(trainer: Trainer) -> dict[str, object]:
+    """Return a Trainer's numerical settings and limits on steps and epochs, as arguments for the workers' Trainers."""
     deterministic: bool | str = torch.are_deterministic_algorithms_enabled()
     if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
         deterministic = "warn"

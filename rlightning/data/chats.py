@@ -70,7 +70,7 @@ def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: Json
     options = {**arguments, CONTINUES: ends_with_model, "add_generation_prompt": not ends_with_model}
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except Exception as error:  # a template is a program of the model's author, which may raise anything
+    except Exception as error:  # a template is a program by the model's author, and may raise any exception
         kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
         reason = f"{kind}{cut_line(error)}".rstrip(".")
         raise ConfigError(
@@ -79,7 +79,7 @@ def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: Json
 
 
 def find_open_thought(text: str) -> str | None:
-    """Return the tag, such as ``<think>``, at a prompt's end with which completions begin inside the reasoning."""
+    """Return the reasoning tag at a prompt's end, such as ``<think>``: completions then begin inside the reasoning."""
     found = _OPEN_THOUGHT.search(text[-100:])
     return found.group().strip() if found else None
 

@@ -9,7 +9,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def digest_texts(texts: Iterable[str]) -> str:
-    """Return a digest of the texts of a prompt set, in their order."""
+    """Return one digest of the texts of a prompt set, which depends on their order."""
     digest = hashlib.blake2b(digest_size=8)
     for text in texts:
         _add(digest, text.encode("utf-8", "surrogatepass"))
@@ -17,7 +17,7 @@ def digest_texts(texts: Iterable[str]) -> str:
 
 
 def digest_columns(rows: Iterable[Mapping[str, object]], columns: Collection[str]) -> dict[str, str]:
-    """Return a digest of each of these columns of a prompt set; some rows may lack a column."""
+    """Return a digest of each of the given columns of a prompt set; some rows may lack a column."""
     digests = {column: hashlib.blake2b(digest_size=8) for column in columns}
     for row in rows:
         for column, digest in digests.items():
@@ -26,7 +26,7 @@ def digest_columns(rows: Iterable[Mapping[str, object]], columns: Collection[str
 
 
 def digest_rows(rows: Iterable[Mapping[str, object]]) -> str:
-    """Return a digest of whole rows, in their order."""
+    """Return one digest of all columns of all rows, which depends on their order."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         _add(digest, encode_value(row))
@@ -37,7 +37,7 @@ def encode_value(value: object) -> bytes:
     """Encode a value as text that is the same in every process: JSON, and Python's repr for other types."""
     try:
         return json.dumps(value, sort_keys=True, default=_describe).encode()
-    except (TypeError, ValueError):  # keys that JSON has not, or a value within itself
+    except (TypeError, ValueError):  # keys that JSON does not have, or a value that contains itself
         return _describe(value).encode("utf-8", "surrogatepass")
 
 

@@ -31,7 +31,7 @@ from rlightning.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-_ROWS_A_BATCH = 1000  # tokenizers return far more than the ids that are kept
+_ROWS_A_BATCH = 1000  # tokenizers return much more than the ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class PromptEncoder:
         return text, note
 
     def _is_rendered(self, content: str, text: str) -> bool:
-        """Return whether a prompt begins with the special token with which the chat template begins."""
+        """Return whether a prompt already begins with the special token that begins the chat template's text."""
         opening = next((token for token in self._special_tokens if content.startswith(token)), None)
         return opening is not None and (text.startswith(opening) or opening == self.tokenizer.bos_token)
 

@@ -94,11 +94,11 @@ def check_source(source: object, key: str) -> None:
 
 
 def hold_rows(source: "PromptSource", limit: int | None, key: str, limit_key: str) -> "PromptSource":
-    """Return a source that can be read repeatedly: the rows of an iterator are copied to a list.
+    """Return a source that can be read repeatedly; the rows of an iterator are copied to a list.
 
     Args:
-        key: of the source, for errors.
-        limit_key: of the limit, for errors.
+        key: configuration key of the source, for errors.
+        limit_key: configuration key of the limit, for errors.
 
     Raises:
         ConfigError: if the source has neither a length nor a limit.
@@ -107,7 +107,7 @@ def hold_rows(source: "PromptSource", limit: int | None, key: str, limit_key: st
         return source
     length: int | None = None
     if isinstance(source, Sized):
-        with suppress(TypeError):  # a DataLoader over a stream has no length after all
+        with suppress(TypeError):  # a DataLoader over a stream has a __len__ that fails
             length = len(source)
     if length is None and limit is None:
         raise ConfigError(
@@ -123,7 +123,7 @@ def read_source(source: "PromptSource", limit: int | None, key: str, environment
     Args:
         source: a path, paths, or rows, from :func:`hold_rows`.
         limit: read only this many rows from the start.
-        key: of the source, by which errors name rows in memory.
+        key: configuration key of the source, by which errors name rows in memory.
         environment: name for rows without one in their column ``environment``, or one for each path.
     """
     if paths := paths_of(source):
@@ -198,7 +198,7 @@ def _is_of(source: object, module: str, name: str) -> bool:
 
 
 def _unpack(table: "DataFrame", key: str) -> "datasets.Dataset | list[Row]":
-    """Convert a table of any package to a ``datasets.Dataset``, without a copy if possible, or to rows."""
+    """Convert any package's DataFrame to a ``datasets.Dataset``, without a copy if possible, or to a list of rows."""
     import datasets
     import pandas
     import pyarrow

@@ -49,10 +49,10 @@ class RowEncoder(Protocol):
 
     @property
     def identity(self) -> dict[str, object]:
-        """All settings besides the rows that affect the tokens."""
+        """Return all settings that affect the tokens, other than the rows themselves."""
 
     def encode(self, table: RowTable, start: int, stop: int) -> Columns:
-        """Return the columns of some rows."""
+        """Return the columns of the rows from ``start`` to ``stop``."""
 
 
 class MappedPrompts(LazySequence[Prompt]):
@@ -72,7 +72,7 @@ class MappedPrompts(LazySequence[Prompt]):
         return len(self._encoded) if self._kept is None else len(self._kept)
 
     def read(self, places: range) -> list[Prompt]:
-        """Return the prompts at these places."""
+        """Return the prompts at these indices."""
         return [self._make(place if self._kept is None else int(self._kept[place])) for place in places]
 
     def _make(self, row: int) -> Prompt:
@@ -81,7 +81,7 @@ class MappedPrompts(LazySequence[Prompt]):
 
     @property
     def longest_limit(self) -> int:
-        """The largest completion limit that a prompt of the set has for itself; 0 if none has one."""
+        """The largest limit on completion tokens of a prompt's own; 0 if no prompt has one."""
         import pyarrow.compute
 
         return pyarrow.compute.max(self._encoded.data["max_new_tokens"]).as_py() or 0
@@ -115,9 +115,9 @@ def map_prompts(
     """Tokenise the rows of a large set to a cached folder, unless it exists, and return the mapped prompts.
 
     Args:
-        table: with :class:`~rlightning.data.rows.StoredRows`.
+        table: a table whose rows are :class:`~rlightning.data.rows.StoredRows`.
         encoder: converts rows to tokens.
-        max_tokens: of a prompt.
+        max_tokens: maximum tokens of a prompt.
         is_dropping: whether prompts with more tokens are dropped.
     """
     rows = table.rows
@@ -179,10 +179,10 @@ def _encode(batch: dict[str, list[int]], table: RowTable, encoder: RowEncoder) -
 
 @contextmanager
 def plain_forks() -> Iterator[None]:
-    """Context in which forked tokenising processes use one thread each, without a warning, and exit on SIGTERM.
+    """Context manager in which forked tokenising processes use one thread each, without a warning, and exit on SIGTERM.
 
-    They would inherit this process's handler. If that only sets a flag, the pool would wait forever for a process that
-    it terminates because another one failed.
+    They would inherit this process's handler of SIGTERM. If it only sets a flag, the pool waits forever for processes
+    that it terminates after another one has failed.
     """
     name = "TOKENIZERS_PARALLELISM"
     before, os.environ[name] = os.environ.get(name), "false"

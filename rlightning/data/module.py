@@ -74,10 +74,10 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         temperature_column: a column with the temperature of each training and prediction prompt's completions; an empty
             cell stands for ``rollout.temperature``. A validation set has one temperature.
         max_new_tokens_column: a column with the limit on each prompt's completions, at most ``rollout.max_new_tokens``,
-            for which an empty cell stands. Sets other than ``train`` may lack these columns.
+            which also replaces an empty cell. Sets other than ``train`` may lack these columns.
         overlong: what to do with prompts over ``max_prompt_tokens`` in all sets; "truncate" keeps their end.
         shuffle: whether each epoch has its own order of the training prompts.
-        seed: of these orders; None for the seed of ``seed_everything``.
+        seed: determines these orders; None for the seed of ``seed_everything``.
         validation_batch_size: number of prompts in a batch of validation or prediction, over all ranks.
         environment: in a run with several, the name of the environment for rows without one in a column
             ``environment``; or a mapping of the sets' paths to names. A validation set can have its own.
@@ -133,7 +133,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         self.shuffle, self.seed, self.validation_batch_size = shuffle, seed, validation_batch_size
         self.environment = environment
         self._check_paths()
-        self.longest_limit = 0  # the longest limit that prompts set themselves, among the sets read so far
+        self.longest_limit = 0  # the largest limit of a prompt's own in the sets read so far
         self.stream: PromptStream | None = None
         self._steps_per_epoch = 0
         self.validation_prompts: list[Sequence[Prompt]] | None = None
@@ -166,7 +166,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         """Download sets from the hub once a host, before all ranks of the host read them."""
         for source in (self.train, self.predict, *(chosen.path for chosen in self.validation_sets)):
             for path in paths_of(source):
-                # An error must reach every rank, not this one alone: setup() meets it again.
+                # Every rank must raise this error, not only this one: setup() raises it again.
                 with contextlib.suppress(ConfigError, OSError):
                     if not Path(path).expanduser().exists():
                         read_rows(path, limit=1)
@@ -203,7 +203,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return self._batches(prompts)
 
     def leave_out(self, is_left_out: Callable[[Prompt], bool] | None) -> None:
-        """Exclude prompts that already have completions from the loader of ``predict``."""
+        """Exclude the prompts for which ``is_left_out`` is true from the loader of ``predict``; None excludes none."""
         self._is_left_out = is_left_out
 
     def transfer_batch_to_device(self, batch: list[Prompt], device: object, dataloader_idx: int) -> list[Prompt]:
@@ -259,12 +259,12 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
 
     @property
     def _rank_and_ranks(self) -> tuple[int, int]:
-        """This process's rank and the number of ranks that share the prompts."""
+        """This process's rank, and the number of ranks over which prompts are divided."""
         assert self.trainer is not None
         return self.trainer.global_rank, self.trainer.world_size
 
     def _settle_prompt_limit(self, stage: str) -> None:
-        """Choose the limit on prompt tokens if none is set; raise a ConfigError if completions have no room."""
+        """Choose the limit on prompt tokens if none is set; raise a ConfigError if completions get no token."""
         before, trainer = self.max_prompt_tokens, self.trainer
         assert trainer is not None
         length = required(self._module, HasMaxLength).max_model_length
@@ -319,7 +319,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         own = replace(
             self.format,
             column=chosen.prompt_column or self.format.column,
-            # A column of the set's own is not to be hidden by the data module's template.
+            # The data module's template must not override a column that the set itself names.
             template=chosen.prompt_template or (None if chosen.prompt_column else self.format.template),
             temperature_column=None,  # the set has one for all
         )

@@ -16,8 +16,8 @@ def read_temperature(row: Row, column: str | None, where: str) -> float | None:
     """Return a row's own temperature; None if its cell is empty, or no column is configured.
 
     Raises:
-        ConfigError: for a value that is no temperature above 0. Greedy completions are all equal, so that they are only
-            possible for a whole set, by ``rollout.temperature=0``.
+        ConfigError: the value is not a number above 0. A prompt's greedy completions are all equal: greedy sampling can
+            only be set for a whole set, by ``rollout.temperature=0``.
     """
     value = _read_number(row, column)
     lowest, highest = TEMPERATURES
@@ -41,14 +41,14 @@ def read_limit(row: Row, column: str | None, where: str) -> int | None:
 
 
 def longest_limit(prompts: Sequence[Prompt]) -> int:
-    """Return the largest completion limit that any of the prompts has for itself; 0 if none has one."""
+    """Return the largest limit on completion tokens that a prompt has of its own; 0 if no prompt has one."""
     if isinstance(prompts, MappedPrompts):
         return prompts.longest_limit
     return max((prompt.max_new_tokens or 0 for prompt in prompts), default=0)
 
 
 def _read_number(row: Row, column: str | None) -> float | None:
-    """Convert a cell to a number; also a number of NumPy or torch, and a CSV file's text. NaN if it is no number."""
+    """Convert a cell to a number, from a NumPy or torch number or a CSV file's text; NaN if that is impossible."""
     value = None if column is None else to_number(row[column])
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None

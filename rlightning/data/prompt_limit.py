@@ -28,7 +28,7 @@ class HasSampling(Protocol):
 
 
 def check_prompt_limit(limit: int | None, max_model_length: int) -> None:
-    """Raise a ConfigError for a limit that leaves no room for a completion in the model's maximum length."""
+    """Raise a ConfigError for a limit at which the model's maximum length leaves no token for a completion."""
     if limit is None or limit < 1:
         raise ConfigError(f"max_prompt_tokens={limit} must be at least 1.")
     if limit >= max_model_length:
@@ -53,9 +53,9 @@ def choose_prompt_limit(max_model_length: int, callbacks: Iterable[object]) -> t
 
 
 def default_prompt_limit(max_model_length: int, max_new_tokens: int | None) -> int:
-    """Return the maximum tokens of a prompt: 1,024, or less if the model's positions leave less beside a completion.
+    """Return the default maximum of a prompt's tokens: 1,024, or less if the model's positions leave fewer.
 
-    Without a limit on completions, one token is left for them. Raises a ConfigError if none is left for the prompt.
+    Without a limit on completions, one token is kept for them. Raises a ConfigError if no token is left for prompts.
     """
     room = max_model_length - (max_new_tokens or 1)
     if room < 1:

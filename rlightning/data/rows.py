@@ -29,7 +29,7 @@ class LazySequence(Sequence[T]):
 
     @abstractmethod
     def read(self, places: range) -> Sequence[T]:
-        """Return the items at these places, which must exist."""
+        """Return the items at these indices, which must exist."""
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -48,8 +48,8 @@ class StoredRows(LazySequence[Row]):
     """Rows with a digest, which is the cache key of their tokens on disk.
 
     Attributes:
-        digest: of the content.
-        columns: that every row has.
+        digest: digest of the content.
+        columns: names of the columns that every row has.
     """
 
     digest: str
@@ -57,9 +57,9 @@ class StoredRows(LazySequence[Row]):
 
 
 class ArrowRows(StoredRows):
-    """A table of ``datasets``; with ``is_json`` its column ``row`` contains rows as JSON.
+    """Rows of a ``datasets.Dataset``; with ``is_json`` its column ``row`` contains each row as JSON.
 
-    JSON supports values of different types in one column.
+    JSON allows values of different types in one column.
     """
 
     def __init__(self, dataset: "Dataset", *, digest: str, columns: Iterable[str], is_json: bool = False) -> None:
@@ -71,7 +71,7 @@ class ArrowRows(StoredRows):
         return len(self._dataset)
 
     def read(self, places: range) -> list[Row]:
-        """Return the rows at these places."""
+        """Return the rows at these indices."""
         rows: list[Row] = self._dataset[places].to_pylist()
         return [json.loads(row["row"]) for row in rows] if self._is_json else rows
 
@@ -87,7 +87,7 @@ class HeldRows(StoredRows):
         return len(self._rows)
 
     def read(self, places: range) -> Sequence[Row]:
-        """Return the rows at these places."""
+        """Return the rows at these indices."""
         return self._rows[places.start : places.stop : places.step]
 
 
@@ -104,7 +104,7 @@ class JoinedRows(StoredRows):
         return self.ends[-1]
 
     def read(self, places: range) -> list[Row]:
-        """Return the rows at these places."""
+        """Return the rows at these indices."""
         if places.step != 1:
             return [self[place] for place in places]
         rows: list[Row] = []
@@ -116,7 +116,7 @@ class JoinedRows(StoredRows):
 
 
 class FilledRows(StoredRows):
-    """Rows with a default value in a column for rows that lack it."""
+    """Rows in which a column has a default value wherever the original row lacks it."""
 
     def __init__(self, rows: Sequence[Row], column: str, value: str) -> None:
         self._rows, self._column, self._value = rows, column, value
@@ -127,7 +127,7 @@ class FilledRows(StoredRows):
         return len(self._rows)
 
     def read(self, places: range) -> list[Row]:
-        """Return the rows at these places."""
+        """Return the rows at these indices."""
         filled = {self._column: self._value}
         rows = [self._rows[place] for place in places] if places.step < 0 else self._rows[places.start : places.stop]
         rows = rows[:: places.step] if places.step > 1 else rows
@@ -151,10 +151,10 @@ def locate_part(ends: Sequence[int], row: int) -> tuple[int, int]:
 def write_json_rows(
     numbered: Iterable[tuple[int, Row]], parts: Mapping[str, object]
 ) -> tuple[ArrowRows, Sequence[int]]:
-    """Write rows of any types to a cached file, unless it exists; return the file's rows and their places.
+    """Write rows of any types to a cached file, unless it exists; return the file's rows and their line numbers.
 
     Args:
-        numbered: rows with their places in the original file.
+        numbered: rows with their line numbers in the original file.
         parts: everything that determines the rows, as the key of the cache.
     """
     from datasets import Dataset, Features, Value

@@ -37,9 +37,9 @@ class RowTable:
 
     Attributes:
         path: the set's name, as given by the user.
-        rows: in the order of the file; a list, or :class:`~rlightning.data.rows.StoredRows` for a large set.
-        unit: of ``places``, "line" or "row".
-        places: of each row in the file, counted from 1.
+        rows: the rows in the order of the file: a list, or :class:`~rlightning.data.rows.StoredRows` for a large set.
+        unit: what ``places`` count, "line" or "row".
+        places: the line or row number of each row in the file, counted from 1.
         has_fixed_fields: whether every row has all fields, null if it has no value.
     """
 
@@ -73,7 +73,7 @@ def read_rows(path: str, limit: int | None = None) -> RowTable:
     file = _expand(path)
     try:
         is_folder = file.is_dir()
-    except OSError as error:  # no name of a file, but a text
+    except OSError as error:  # a text, not a file name
         raise ConfigError(f"'{cut_line(path)}' is no file: {error.strerror}. {_PROMPTS_HINT}") from error
     if is_folder:
         table = _read_folder(path, file, None, limit)
@@ -142,7 +142,7 @@ def _parse(text: bytes, what: str, way_out: str, where: str) -> object:
 
 
 def _is_flat(content: object) -> bool:
-    """Return whether lists and objects are nested no deeper than ``MAX_NESTING``."""
+    """Return whether the lists and objects in a JSON value are nested at most ``MAX_NESTING`` levels deep."""
     level = [content]
     for _ in range(MAX_NESTING):
         level = [part for one in level if isinstance(one, dict) for part in one.values()] + [
@@ -165,7 +165,7 @@ def refuse_duplicates(names: Sequence[str], where: str) -> None:
 
 
 def _read_csv(path: str, file: Path) -> Iterator[tuple[int, Row]]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses cells of over 131,072 characters
+    csv.field_size_limit(2**31 - 1)  # the default rejects cells of more than 131,072 characters
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.reader(lines, strict=True)
         place = 1
@@ -179,13 +179,13 @@ def _read_csv(path: str, file: Path) -> Iterator[tuple[int, Row]]:
                     raise ConfigError(f"{path}, line {place} {rule}")
                 if cells:
                     yield place, dict(zip(header, cells, strict=True))
-                place = reader.line_num + 1  # a quoted cell may span lines: a row stands where it begins
+                place = reader.line_num + 1  # a quoted cell may span lines: a row's number is that of its first line
         except csv.Error as error:
             raise ConfigError(
                 f"{path}, line {place} is not CSV: {error}. Correct the row that begins there."
             ) from error
         except UnicodeDecodeError as error:
-            # Bytes are read ahead, so that the reader is not there yet.
+            # Bytes are read ahead: the reader has not reached this line yet.
             with file.open("rb") as raw:
                 lines_in_bytes = enumerate(raw, 1)
                 place = next(number for number, line in lines_in_bytes if line.decode(errors="ignore").encode() != line)
@@ -297,7 +297,7 @@ def from_dataset(path: str, loaded: "Dataset | DatasetDict", split: str | None, 
 
 
 def _expand(path: str) -> Path:
-    """Return a path with a user's folder in place of ``~``, unless ``~`` is followed by an unknown user."""
+    """Return a path with ``~`` replaced by the user's home, unless ``~`` is followed by an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

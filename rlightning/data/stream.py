@@ -24,10 +24,10 @@ class PromptStream:
     Args:
         prompts: the set.
         shuffle: whether each epoch has its own order.
-        seed: of these orders.
+        seed: determines these orders.
         rank: this process's.
         num_ranks: number of ranks.
-        columns: that rewards read, and that must be unchanged in a resumed run.
+        columns: names of the columns that rewards read, which must be unchanged in a resumed run.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PromptStream:
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
 
     def begin_step(self) -> None:
-        """Store the position, from which an unfinished step is repeated."""
+        """Store the position at the start of a step, from which an unfinished step is repeated."""
         self.step_start = self.position
 
     def take(self, num_prompts: int) -> list[Prompt]:
@@ -91,7 +91,7 @@ class PromptStream:
             if state[name] != mine[name]:
                 raise ConfigError(
                     f"The checkpoint was written with {state[name]} {noun}, this run has {mine[name]}: "
-                    f"its position means nothing here. {way_out}"
+                    f"its position does not apply here. {way_out}"
                 )
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
@@ -136,7 +136,7 @@ class PromptLoader:
 
 
 class ChosenPrompts(LazySequence[Prompt]):
-    """The prompts at some places of a set, which may be on disk."""
+    """The prompts at selected indices of a set, which may be on disk."""
 
     def __init__(self, prompts: Sequence[Prompt], places: Sequence[int]) -> None:
         self._prompts, self._places = prompts, places
@@ -145,7 +145,7 @@ class ChosenPrompts(LazySequence[Prompt]):
         return len(self._places)
 
     def read(self, places: range) -> list[Prompt]:
-        """Return the prompts at these places."""
+        """Return the prompts at these indices."""
         return [self._prompts[self._places[place]] for place in places]
 
 

@@ -1,4 +1,4 @@
-"""Statistics of a prompt set and its peculiarities, logged once for the whole set."""
+"""Statistics of a prompt set, logged once for the whole set."""
 
 import logging
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Integers = NDArray[np.integer[Any]]
 
 
 class Note(IntFlag):
-    """Peculiarities of a prompt that are logged."""
+    """Properties of a prompt, as flags, that are worth a log line: they are counted over the set."""
 
     DROPPED_BOS = 1
     DROPPED_EOS = 2
@@ -42,14 +42,14 @@ _MESSAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Counts of prompts, over the rows of a set.
+    """Counts and lengths of a prompt set's prompts.
 
     Attributes:
         num_rows: number of rows of the set.
         num_overlong: number of prompts over the limit.
-        longest: the row of the longest prompt.
+        longest: index of the row with the longest prompt.
         longest_tokens: number of tokens of the longest prompt.
-        notes: for each flag of :class:`Note` the number of rows with it, and the first of them.
+        notes: for each flag of :class:`Note` the number of rows that have it, and the index of the first.
     """
 
     num_rows: int
@@ -89,7 +89,7 @@ class Summary:
 
 
 def summarize(num_tokens: Integers, notes: Integers, limit: int) -> Summary:
-    """Compute the counts from the prompts' lengths before they are cut [rows] and their :class:`Note` flags [rows]."""
+    """Compute the statistics from prompts' lengths in tokens before truncation [rows] and their :class:`Note` flags."""
     found = {int(note): np.flatnonzero(notes & note) for note in Note}
     longest = int(num_tokens.argmax())
     return Summary(

@@ -47,9 +47,9 @@ def tokenize(
 
 
 def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tuple[list[int], list[int]]:
-    """Cut a prompt's beginning, since its end has the question and the start of the model's turn; a BOS token is kept.
+    """Truncate a prompt at its beginning, since its end has the question and the turn's start; keep a BOS token.
 
-    Returns the kept tokens, at most ``limit``, and those of them after the BOS token.
+    Returns the kept tokens, at most ``limit``, and the kept tokens without the BOS token.
     """
     head = token_ids[:1] if token_ids[0] == tokenizer.bos_token_id else []
     tail = token_ids[len(token_ids) - max(limit - len(head), 0) :]
@@ -57,7 +57,7 @@ def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tupl
 
 
 def check_characters(text: str, where: str, what: str) -> None:
-    """Raise an error for a lone surrogate (half of a character), which no tokenizer accepts."""
+    """Raise an error for a text with an unpaired surrogate, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -87,7 +87,7 @@ def _encode(
             (list(ids), next((i for i, (_, end) in enumerate(offsets) if end > len(prompt)), len(ids)))
             for ids, offsets, prompt in rows
         ]
-    # Without offsets: what the prompt has in common with itself when something follows it.
+    # Without offsets: the tokens that the prompt alone and the prompt with a continuation have in common.
     alone, together = tokenizer(list(prompts), **options)["input_ids"], tokenizer(wholes, **options)["input_ids"]
     return [(list(ids), _common_length(ids, before)) for ids, before in zip(together, alone, strict=True)]
 

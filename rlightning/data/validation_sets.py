@@ -19,11 +19,11 @@ class ValidationSet:
         path: as for ``PromptDataModule(train=...)``: files, or rows in memory.
         limit: use only this many rows, from the start.
         samples_per_prompt: completions of each prompt; k of pass@k.
-        temperature: of these completions; None for 0 (greedy) with one completion a prompt, else 1.
+        temperature: sampling temperature; None for 0 (greedy) with one completion a prompt, else 1.
         prompt_column: None for the data module's.
         prompt_template: None for the data module's.
-        environment: for rows that name none, in a run with several; None for the data module's.
-        name: in the metrics ``val/<name>/...``; set by the data module from the key.
+        environment: name of the environment for rows that name none, in a run with several; None for the data module's.
+        name: the set's name in the metrics ``val/<name>/...``; set by the data module from the key.
     """
 
     path: PromptSource

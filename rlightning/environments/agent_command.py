@@ -43,7 +43,7 @@ class AgentCommand:
     def __init__(
         self, command: Sequence[str], folder: str | None, variables: Mapping[str, str], reward: RewardSource
     ) -> None:
-        # Files are named from where the trainer was started, and the program runs elsewhere.
+        # Paths are relative to the folder in which the trainer was started; the program runs in another one.
         self.command = [os.path.abspath(part) if os.path.isfile(part) else part for part in command]
         self.folder, self.variables, self.reward = folder, dict(variables), reward
 
@@ -54,14 +54,14 @@ class AgentCommand:
                 f"environment.command: there is no program '{self.command[0]}'. Install it, or write its path."
             )
         if self.folder is not None and not Path(self.folder).is_dir():
-            raise ConfigError(f"environment.folder={self.folder} is no folder. Name one whose files the program needs.")
+            raise ConfigError(f"environment.folder={self.folder} is not a folder. Name one with files for the program.")
 
     async def run(self, prompt: Prompt, messages: list[Message] | None, variables: Mapping[str, str]) -> Outcome:
         """Run the command once, for one trajectory; raises a ChildProcessError if it failed.
 
         Args:
-            prompt: sent to its standard input as JSON with ``text``, ``index``, ``columns`` and ``messages``.
-            messages: of the prompt; None if it is no chat.
+            prompt: sent to the command's standard input as JSON with ``text``, ``index``, ``columns`` and ``messages``.
+            messages: the prompt as a chat; None if it is not a chat.
             variables: additional environment variables of this trajectory.
         """
         environment = {**environment_without_key(), **variables, **self.variables}
@@ -114,10 +114,10 @@ class AgentCommand:
 async def run_process(
     command: Sequence[str], *, stdin: bytes, folder: str, environment: Mapping[str, str]
 ) -> tuple[int, str, str]:
-    """Run a command to its end and kill the processes that it leaves behind; cancellation kills all of them.
+    """Run a command to its end, and kill processes that it leaves running; cancellation kills all of them.
 
     Returns:
-        Its exit code (minus the number of the signal that ended it), and the ends of its output and error output.
+        The exit code (minus the signal's number if a signal ended the command), and the ends of its stdout and stderr.
     """
     lifeline, ours = os.pipe()
     try:
@@ -146,7 +146,7 @@ async def run_process(
     try:
         await _wait_for_exit(process.pid)
     finally:
-        # What it has left holds its pipes open, and would go on.
+        # Processes that it has left would continue, with its pipes open.
         os.close(ours)
         await asyncio.shield(asyncio.to_thread(end_group, process.pid))
         code = process.wait()
@@ -173,7 +173,7 @@ async def _wait_for_exit(pid: int) -> None:
 
 
 async def _read_tail(pipe: IO[bytes], tail: bytearray) -> None:
-    """Read a pipe to its end, and keep the last ``MAX_OUTPUT_BYTES`` in ``tail``."""
+    """Read a pipe to its end, and keep the last ``MAX_OUTPUT_BYTES`` of it in ``tail``."""
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(stream), pipe
@@ -197,6 +197,6 @@ async def _write(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _fill(part: str, columns: Mapping[str, object]) -> str:
-    """Replace column names in braces in an argument by the columns' values; braces in values stay."""
+    """Replace each ``{column}`` in an argument by the column's value; braces in the values stay."""
     names = "|".join(map(re.escape, columns))
     return re.sub(f"{{({names})}}", lambda found: str(columns[found[1]]), part) if names else part

@@ -39,7 +39,7 @@ KEEP_ALIVE_SECONDS = 100.0
 
 
 class Access(NamedTuple):
-    """The URL of OpenAI's API and the key by which an agent reaches the policy of its trajectory.
+    """The URL of an OpenAI API, and the key with which an agent reaches the policy of its trajectory.
 
     ``messages`` is the prompt as a chat; None if the agent has no such parameter.
     """
@@ -51,9 +51,9 @@ class Access(NamedTuple):
 
 
 class AgentFunction(Environment):
-    """Calls the user's agent function, given itself or by its dotted path, with additional ``arguments``.
+    """Calls the user's agent function, given as an object or a dotted path, with additional ``arguments``.
 
-    It runs in the trainer's process or in a worker; the endpoint is always in the trainer's process.
+    The function runs in the trainer's process or in a worker; the endpoint is always in the trainer's process.
     """
 
     def __init__(self, agent: str | Callable[..., object], arguments: Mapping[str, object] | None = None) -> None:
@@ -98,7 +98,7 @@ class AgentFunction(Environment):
         """Call the agent in a worker for one trajectory.
 
         Raises:
-            LimitReachedError: the agent failed because its sequence had no room for another turn.
+            LimitReachedError: the agent failed because its sequence has its maximum length.
         """
         trainer = cast("RemotePolicy", policy)
         access = Access(*await trainer.open_session(wants_messages=self.wants_messages))
@@ -112,7 +112,7 @@ class AgentFunction(Environment):
             raise
 
     async def call(self, prompt: Prompt, access: Access) -> Outcome:
-        """Call the agent's function for a trajectory, and return the outcome that its result implies."""
+        """Call the agent's function for one trajectory, and convert its result to an outcome."""
         given = {**access._asdict(), "prompt": prompt}
         if not self.wants_messages:
             del given["messages"]
@@ -177,7 +177,7 @@ def _open_http(openai: ModuleType, *, is_async: bool) -> HTTPClient:
     limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
         max_keepalive_connections=MAX_IDLE_CONNECTIONS, keepalive_expiry=KEEP_ALIVE_SECONDS
     )
-    # Proxies of the environment's would not reach the trainer's process.
+    # Proxies from environment variables would not reach the trainer's process.
     http: HTTPClient = kind(trust_env=False, verify=False, timeout=None, limits=limits)
     return http
 

@@ -1,4 +1,4 @@
-"""Recognizes the error that an agent's API client raises if a sequence has no room for another turn."""
+"""Recognizes the error that an agent's API client raises if a sequence has its maximum length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OTHER_TRACEBACK = "During handling of the above exception, another exception occ
 
 
 def is_limit(error: BaseException) -> bool:
-    """Return whether an error, or one of its causes, says that a request's sequence had no room for a turn."""
+    """Return whether an error, or one of its causes, says that a request's sequence has its maximum length."""
     for one in cause_chain(error):
         said = str(one).rpartition(OTHER_TRACEBACK)[2]
         with suppress(Exception):  # clients such as httpx leave the response's text out of their errors

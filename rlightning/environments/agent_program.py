@@ -41,7 +41,8 @@ class AgentProgram(Environment):
     process; this is an error if ``num_workers`` or ``workers`` is set.
 
     A trajectory counts as not sampled if its agent raises an exception, its program fails, or the sampler fails, even
-    if the agent catches that error. A resumed run repeats the trajectories that were running at the checkpoint.
+    if the agent catches the sampler's error. A resumed run repeats the trajectories that were running at the
+    checkpoint.
 
     Args:
         agent: the function, or its dotted path.
@@ -56,8 +57,8 @@ class AgentProgram(Environment):
         max_trajectories: maximum number of concurrent trajectories; the time of waiting ones does not count.
         num_workers: number of worker processes for functions; 0 for the trainer's process; None for one less than the
             number of cores, at most eight, and 0 with fewer than four cores.
-        workers: additional arguments of their :class:`~rlightning.environments.WorkerEnvironment`, such as ``{python:
-            my-venv/bin/python}``. ``hang_timeout`` is 600 seconds.
+        workers: additional arguments of the workers' :class:`~rlightning.environments.WorkerEnvironment`, such as
+            ``{python: my-venv/bin/python}``. ``hang_timeout`` is 600 seconds.
         endpoint: arguments of :class:`~rlightning.environments.endpoint.Endpoint`, such as ``{ignored: [top_p]}``.
     """
 
@@ -121,7 +122,7 @@ class AgentProgram(Environment):
         await self.endpoint.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory; raises a LimitReachedError if the agent failed because a sequence had no more room."""
+        """Make one trajectory; raises a LimitReachedError if the agent failed at a sequence's maximum length."""
         async with self.endpoint.open(policy) as session:
             outcome = await session.policy.clock.run(self._run_agent(prompt, session), self.timeout, "The agent")
         recorder = session.policy.recorder
@@ -132,7 +133,7 @@ class AgentProgram(Environment):
         return outcome
 
     async def _run_agent(self, prompt: Prompt, session: Session) -> Outcome:
-        """Run the agent and return its outcome; an error of its session cancels the agent."""
+        """Run the agent, and return its outcome; an error in the endpoint's session cancels the agent."""
         running = asyncio.ensure_future(self._call(prompt, session))
         try:
             waiting: list[asyncio.Future[Any]] = [running, session.failure]
@@ -148,7 +149,7 @@ class AgentProgram(Environment):
     async def _call(self, prompt: Prompt, session: Session) -> Outcome:
         if self.command is not None:
             messages = None
-            with suppress(ConfigError):  # the prompt is no chat
+            with suppress(ConfigError):  # the prompt is not a chat
                 messages = session.policy.chat_format.prompt_messages(prompt)
             return await self.command.run(prompt, messages, _to_variables(self.endpoint.url, session))
         if self._workers is not None and self._workers.takes(prompt):

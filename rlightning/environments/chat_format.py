@@ -66,7 +66,8 @@ class ChatFormat:
         prompt_format: converts rows to prompts.
 
     Attributes:
-        beginnings: cached tokens of trajectories' first conversations, by their JSON, the latest last.
+        beginnings: cache of the tokens of trajectories' first conversations, by the conversation's JSON, the latest
+            last.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ChatFormat:
         self._arguments = {name: value for name, value in chosen.items() if name != CONTINUES}
 
     def prompt_messages(self, prompt: Prompt) -> list[Message]:
-        """Return the messages of a prompt; raises a ConfigError if a chat template has rendered it already."""
+        """Return the messages of a prompt; raises a ConfigError if the chat template was already applied to it."""
         where = f"Prompt {prompt.index}"
         messages = prompt_messages(prompt.columns, self._prompt_format, where)
         if any(self._special_text.match(message["content"]) for message in messages):
@@ -126,7 +127,7 @@ class ChatFormat:
         """Return the tokens from the end of the policy's turn to the beginning of its next one.
 
         Args:
-            messages: that follow the turn; results of tools have the ``name`` of their tool, and come first.
+            messages: the messages after the turn; results of tools have the ``name`` of their tool, and come first.
             sampled: tokens of the policy's turn.
             ended: whether the turn contains its end token. If a limit or a stop string cut it before, the token is
                 added.
@@ -152,15 +153,15 @@ class ChatFormat:
         prompt_ids: Sequence[int] | None = None,
         turn: int = 0,
     ) -> AssistantMessage:
-        """Parse the sampled tokens of one turn of the policy's to a message: content, reasoning and tool calls.
+        """Parse the sampled tokens of one turn to a message: content, reasoning and tool calls.
 
         Args:
             token_ids: the sampled tokens.
-            tools: of the conversation; their schemas tell which arguments are texts if the format does not.
+            tools: schemas of the conversation's tools, which say which arguments are texts if the format does not.
             prompt_ids: tokens before the turn; None if they end with the template's usual beginning of a turn.
-            turn: number of the turn in the trajectory, which the ids of its calls contain.
+            turn: number of the turn in the trajectory; part of the ids of its calls.
         """
-        # As long as Mistral's have to be.
+        # Mistral's ids must have this length.
         call_ids = (f"call{turn % 1000:03d}{number:02d}" for number in range(MAX_CALLS))
         if isinstance(self._parser, RenderersParser):
             return self._parser.parse(token_ids, tools, prompt_ids, call_ids)
@@ -173,7 +174,7 @@ class ChatFormat:
     def begin_message(
         self, tools: Sequence[Message] | None, *, prompt_ids: Sequence[int], stops: Sequence[str] = ()
     ) -> PartialMessage | None:
-        """Return the partial message of a turn to be sampled; None if only whole turns can be parsed.
+        """Return the partial message of a turn that is about to be sampled; None if only whole turns can be parsed.
 
         The strings ``stops`` end the text of the turn.
         """
@@ -207,7 +208,7 @@ class ChatFormat:
     def try_text(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, *, add_generation_prompt: bool
     ) -> str | None:
-        """Return the text of a conversation without special tokens at its end; None if the template refuses it."""
+        """Return a conversation's text without special tokens at its end; None if the chat template rejects it."""
         try:
             text = self.render_text(messages, tools, add_generation_prompt)
         except ConfigError:
@@ -253,7 +254,7 @@ class ChatFormat:
 
     @cached_property
     def _parser(self) -> RenderersParser | str | None:
-        """The ``renderers`` parser of this model family, or why it is missing; None if it is not needed."""
+        """The ``renderers`` parser of the model family, or the reason why there is none; None if it is not needed."""
         if self._family is None or not self._family.renderers:
             return None
         try:
@@ -292,7 +293,7 @@ class ChatFormat:
 
     @cached_property
     def _call_style(self) -> tuple[str | None, bool] | None:
-        """The content and the form of arguments (JSON text or not) that the template needs in tool calls."""
+        """The message content, and whether arguments are JSON text, that the template requires for tool calls."""
         for content, is_text in product(("", None), (False, True)):
             call = _make_call("look_up", _MARK, is_text)
             message = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -338,7 +339,7 @@ class ChatFormat:
                 add_generation_prompt=add_generation_prompt,
                 **self._arguments,
             )
-        except Exception as error:  # a template is a program of the model's author, which may raise anything
+        except Exception as error:  # a template is a program by the model's author, and may raise any exception
             raise ConfigError(f"The model's chat template refuses the conversation: {cut_line(error)}.") from error
         return str(text)
 
@@ -352,7 +353,7 @@ class ChatFormat:
         """
         answers = list(takewhile(lambda message: message["role"] == "tool", messages))
         if answers and self._call_style is not None:
-            for kept in (answers, answers[-1:]):  # some templates allow one call a message, or write the first only
+            for kept in (answers, answers[-1:]):  # some templates allow one call in a message, or write only the first
                 with suppress(ConfigError):
                     return self._find_turn_close_of_calls(kept, messages)
         text = self._apply_after_mark([*_PLAIN, *messages], True)
@@ -360,7 +361,7 @@ class ChatFormat:
 
     @cached_property
     def _plain_close(self) -> str:
-        """The text that the template puts after a final turn without tool calls."""
+        """The text that the template writes at the end of a last turn without tool calls."""
         return self._apply_after_mark(list(_PLAIN), False)
 
     def _find_turn_close_of_calls(self, answers: list[Message], messages: list[Message]) -> tuple[str | None, str]:
@@ -422,7 +423,7 @@ def find_rewrites(chat_format: ChatFormat) -> str | None:
             continue
         has_thought = _MARK in said or begun.endswith(OPEN_THOUGHT)
         if turn is plain and begun.endswith(OPEN_THOUGHT):
-            continue  # a model that always reasons says no such thing
+            continue  # a model that always reasons does not write this
         if not (after.startswith(said) and after.startswith(begun)):
             what = "reasoning" if has_thought and _MARK not in after else "earlier turns"
             verb = "drops" if what == "reasoning" else "changes"

@@ -9,7 +9,7 @@ from rlightning.types.trajectory import Outcome
 
 
 class Clock:
-    """Deadlines that are paused together, in all for ``stopped_seconds``. All methods belong to one event loop."""
+    """Deadlines of a trajectory, paused together, for ``stopped_seconds`` in all. Methods belong to one event loop."""
 
     def __init__(self) -> None:
         self._deadlines: set[asyncio.Timeout] = set()

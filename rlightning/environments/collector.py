@@ -39,13 +39,14 @@ Instruction = Literal["done", "sync weights", "deliver", "wait"]
 
 
 class StepPlan(NamedTuple):
-    """The number of groups that a step takes of those in flight.
+    """How many of the groups in flight a step takes.
 
     Attributes:
-        num_groups: that this rank takes; at most as many as the prompts that it has added in all.
-        per_step: that all ranks take in a step.
+        num_groups: number of groups that this rank takes; over the run at most as many as the prompts that it has
+            added.
+        per_step: number of groups that all ranks together take.
         room: maximum number of running and finished groups of all ranks; other prompts wait.
-        weight_version: of the weights to be updated: no token of the groups is older than ``weight_version -
+        weight_version: version of the weights to be updated: no token of the groups is older than ``weight_version -
             max_staleness``.
     """
 
@@ -62,7 +63,7 @@ class Weights(Protocol):
         """Send the actor's weights to all engines that lack them; a collective."""
 
     def needs_sync(self) -> bool:
-        """Return, on rank 0, whether to sync weights while requests run: none serves, or one would come back."""
+        """Return, on rank 0, whether to sync during requests: no engine serves, or a restarted one needs weights."""
 
 
 @contextmanager
@@ -85,7 +86,7 @@ class Collector:
     """Keeps the prompts of all ranks in flight. Every rank constructs one, and all call its methods in the same order.
 
     Args:
-        runner: on rank 0; None on other ranks.
+        runner: runs the environments, on rank 0; None on other ranks.
         in_flight: prompts that were added and whose groups have not been returned.
         weights: sends the actor's weights to the sampler.
         take_idle_seconds: returns the engines' idle seconds since its last call.
@@ -95,8 +96,8 @@ class Collector:
     Attributes:
         has_changed: event to be set when the result of :meth:`Weights.needs_sync` may have changed.
         is_training: whether trajectories are for training. Otherwise any may fail, and none is verified.
-        totals: of the step.
-        environments: totals of the step's environments.
+        totals: counts of the step.
+        environments: counts of failed and verified trajectories in the step.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Collector:
     def generate(
         self, requests: Sequence[PromptStream], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
     ) -> list[list[Trajectory]]:
-        """Complete this rank's prompts, beside those in flight; return their trajectories in the prompts' order.
+        """Complete this rank's prompts in addition to those in flight; return their trajectories in the prompts' order.
 
         Args:
             requests: prompts, each with the number of its random stream.
@@ -240,11 +241,11 @@ class Collector:
     def _start_groups(
         self, added: Sequence[PromptStream], room: int, version: int, num_samples: int, sampling: Sampling
     ) -> None:
-        """Add prompts, and start waiting groups, requeued and resumed ones included, while there is room."""
+        """Add prompts, and start groups that wait, also requeued and resumed ones, while fewer than ``room`` run."""
         flight, settings = self.in_flight, sampling_settings(num_samples, sampling)
         self._finish_groups()
         for group in self._running.values():
-            group.saved = None  # a checkpoint has it, and the next one saves it anew
+            group.saved = None  # a checkpoint has it, and the next one saves it again
         self._cancel([*flight.requeue_changed(settings), *flight.requeue_stale(version)])
         flight.add(added)
         running = set(self._running.values())
@@ -291,7 +292,7 @@ class Collector:
             self.environments.count(trajectories, self._runner.first_failure)
 
     def _is_verified(self, trajectories: list[Trajectory], sampling: Sampling, version: int | None = None) -> bool:
-        """Return whether the verification of the step's trajectories, if required, is done; the first call starts it.
+        """Start verifying the step's trajectories at the first call; return whether that is done or not required.
 
         Raises a VerificationError if recorded and sampled tokens differ.
         """
@@ -338,7 +339,7 @@ class Collector:
         return taken
 
     def _requeue_all(self) -> int:
-        """Requeue all groups that have been started, and return their number."""
+        """Requeue all started groups, and return their number."""
         if self._runner is None:
             return 0
         num_groups, _ = self.in_flight.requeue_all()

@@ -13,11 +13,11 @@ from rlightning.types.trajectory import Outcome, Prompt, Sample
 
 
 class LimitReachedError(Exception):
-    """The sequence has no room for another turn. A trajectory that raises this is truncated, and is trained on."""
+    """The sequence has its maximum length. A trajectory that raises this is truncated, and is trained on."""
 
 
 class AskLimitError(Exception):
-    """The conversation given to :meth:`Policy.ask` leaves no room for an answer; the trajectory may continue."""
+    """The conversation given to :meth:`Policy.ask` leaves no tokens for an answer; the trajectory may continue."""
 
 
 class Reply(Sample):
@@ -43,7 +43,7 @@ class TrajectoryLostError(Exception):
     Args:
         message: one line about the worker's end.
         details: further information, such as the stacks of the worker's threads.
-        is_cause: whether this trajectory may have ended the process, rather than another one.
+        is_cause: whether this trajectory may have caused the process's end, rather than another trajectory.
     """
 
     def __init__(self, message: str, details: str = "", *, is_cause: bool = True) -> None:
@@ -73,8 +73,8 @@ class Policy(Protocol):
         The answer is not recorded, and not trained on.
 
         Args:
-            messages: of the conversation.
-            temperature: of sampling; 0 for greedy.
+            messages: messages of the conversation.
+            temperature: sampling temperature; 0 for greedy sampling.
             max_new_tokens: maximum tokens of the answer; None for the run's maximum.
 
         Raises:
@@ -82,10 +82,10 @@ class Policy(Protocol):
         """
 
     async def report(self, outcome: Outcome, state: object = None) -> None:
-        """Report a preliminary outcome, which is kept if the trajectory times out.
+        """Report a preliminary outcome, which becomes the outcome if the trajectory times out.
 
         Args:
-            outcome: with the rewards and metrics so far.
+            outcome: the outcome with the rewards and metrics so far.
             state: returned by :meth:`resume` when a run is resumed from a checkpoint: texts, numbers, bytes, lists and
                 mappings. None keeps the last one.
 
@@ -125,7 +125,8 @@ class PolicyGroup(Protocol):
 
         Args:
             run: makes one trajectory.
-            places: limits concurrency, such as a semaphore; each trajectory enters it before its time begins to count.
+            places: context manager that limits concurrency, such as a semaphore; a trajectory's deadline starts after
+                it is entered.
         """
 
 
@@ -137,7 +138,7 @@ class Places:
         self._here: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     def on_this_loop(self) -> asyncio.Semaphore:
-        """Return the running event loop's semaphore, which each trajectory enters."""
+        """Return the semaphore of the running event loop, which each trajectory acquires."""
         loop = asyncio.get_running_loop()
         if self._here is None or self._here[0] is not loop:
             self._here = loop, asyncio.Semaphore(self._number)
@@ -147,12 +148,12 @@ class Places:
 class Environment:
     """Makes trajectories; a subclass defines :meth:`run`.
 
-    An exception makes the trajectory fail, which then counts as not sampled: it enters no loss, baseline or mean.
-    Mistakes of the policy are no exceptions; they are expressed by the reward.
+    An exception makes the trajectory fail, which then counts as not sampled: it enters no loss, baseline or mean. For
+    mistakes of the policy, return a reward instead of raising an exception.
 
     Attributes:
         has_tools: whether the policy gets tools, which require a chat template that supports tool calls.
-        runs_in_workers: whether it may run in a process other than the trainer's.
+        runs_in_workers: whether the environment may run in a process other than the trainer's.
         places: limit on concurrent trajectories; the time of waiting ones does not count. None for no limit.
     """
 
@@ -161,7 +162,7 @@ class Environment:
     places: Places | None = None
 
     async def check(self) -> None:
-        """Raise a :class:`~rlightning.errors.ConfigError` if it cannot run here; called before a run starts."""
+        """Raise a :class:`~rlightning.errors.ConfigError` if this cannot run here; called before a run starts."""
 
     async def close(self) -> None:
         """Free resources; called when no trajectory is running. The environment may be used again afterwards."""

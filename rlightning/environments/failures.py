@@ -11,7 +11,7 @@ from rlightning.types.trajectory import Trajectory
 
 @dataclass
 class EnvironmentTotals:
-    """Totals over all trajectories of a step, of all ranks and with refills.
+    """Counts over all trajectories of a step, on all ranks and including refills.
 
     Attributes:
         max_failed_share: maximum share of trajectories that may fail for reasons of infrastructure.

@@ -28,7 +28,7 @@ class AssistantMessage(NamedTuple):
         reasoning: None if there is none.
         tool_calls: the valid calls, in their order.
         errors: a message to the policy for each malformed call.
-        error_places: for each error the number of valid calls before it; () if all errors follow all calls.
+        error_places: for each error the number of valid calls before it; () if all errors come after the valid calls.
     """
 
     content: str
@@ -38,7 +38,7 @@ class AssistantMessage(NamedTuple):
     error_places: tuple[int, ...] = ()
 
     def to_message(self) -> Message:
-        """Return the message as a dictionary of chat APIs, without empty ``reasoning_content`` and ``tool_calls``."""
+        """Return the message as a dictionary of chat APIs, without an empty ``reasoning_content`` or ``tool_calls``."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning

@@ -28,7 +28,7 @@ class OpenEnv(Environment):
     rewards and on the end. A resumed run repeats the trajectories that were running at the checkpoint.
 
     Args:
-        url: of the server, such as ``http://127.0.0.1:8000``.
+        url: URL of the server, such as ``http://127.0.0.1:8000``.
         action: the action's field for the policy's text, such as "message" or "code".
         action_fields: additional fields of each action.
         observation: the observation's field that the policy reads; None for all fields, as JSON.
@@ -85,7 +85,7 @@ class OpenEnv(Environment):
 
 
 class Session:
-    """A session at a server, with the methods of an object of :class:`StepEnvironment`."""
+    """A session on a server, with the methods that :class:`StepEnvironment` calls."""
 
     def __init__(self, settings: OpenEnv) -> None:
         self._settings = settings
@@ -133,7 +133,7 @@ class Session:
         """Send a request, and return the server's response; raises a RuntimeError if it violates the protocol."""
         from websockets.exceptions import ConnectionClosed
 
-        with suppress(ConnectionClosed):  # its last message, such as that no place is free, can still be read
+        with suppress(ConnectionClosed):  # its last message, such as that all sessions are in use, can still be read
             await self._socket.send(json.dumps({"type": kind, "data": data}))
         try:
             text = await asyncio.wait_for(self._socket.recv(), self._settings.timeout)

@@ -16,7 +16,7 @@ def check_outcome(outcome: object, place: str = "run()") -> Outcome:
     """Validate an outcome, and return it with its numbers as floats.
 
     Raises:
-        TypeError: it is no Outcome, or a part of it has the wrong type.
+        TypeError: ``outcome`` is not an Outcome, or one of its fields has the wrong type.
         ValueError: a reward is not finite, or the status is unknown.
     """
     if not isinstance(outcome, Outcome):
@@ -48,7 +48,7 @@ def _read_reward(value: object, what: str, place: str) -> float:
 
 
 def _read_number(value: object, what: str, place: str) -> float:
-    if not isinstance(value, float | int | SupportsFloat):  # the usual ones first: protocols are slow to ask
+    if not isinstance(value, float | int | SupportsFloat):  # the usual types first: checks of protocols are slow
         raise TypeError(f"{place} returned the {what} {cut_value(value)}, and has to return a number.")
     return float(value)
 
@@ -60,6 +60,6 @@ def outcome_to_plain(outcome: Outcome) -> Fields:
 
 
 def outcome_from_plain(plain: Fields) -> Outcome:
-    """Return the outcome that :func:`outcome_to_plain` converted."""
+    """Return the outcome from the plain types to which :func:`outcome_to_plain` converted it."""
     reward, turn_rewards, status, metrics, error, traces = plain
     return Outcome(reward, turn_rewards, status, metrics, error, read_traces(traces))

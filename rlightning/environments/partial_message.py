@@ -14,7 +14,7 @@ OPEN_MARK = re.compile(r"[<\[][^\s>\]]{0,40}\Z")
 class TokenText:
     """Decodes tokens step by step, and never returns an incomplete character.
 
-    ``context`` are the tokens before them, which affect the first ones in some tokenizers.
+    ``context`` are the preceding tokens, which affect the first decoded tokens in some tokenizers.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
@@ -23,7 +23,7 @@ class TokenText:
         self._start, self._end = 0, len(self._token_ids)
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Return the text that new tokens add; the bytes of an incomplete character are held back."""
+        """Return the text that new tokens add; an incomplete character is returned once it is complete."""
         self._token_ids += token_ids
         before = self._decode(self._token_ids[self._start : self._end])
         text = self._decode(self._token_ids[self._start :])
@@ -41,7 +41,7 @@ class PartialMessage:
         reads_thought: whether reasoning is separated from the content.
         in_thought: whether the turn begins inside the reasoning.
         is_stripped: whether white space at both ends is removed from the message.
-        call_start: beginning of tool calls, after which nothing is certain. None if calls are text.
+        call_start: marker that begins tool calls, after which no text is returned early. None if calls stay text.
         stops: strings that end the text and are left out of it.
 
     Attributes:
@@ -67,7 +67,7 @@ class PartialMessage:
         self._text = ""
 
     def add(self, token_ids: Sequence[int]) -> bool:
-        """Add the next tokens; return whether the certain part has grown."""
+        """Add the next tokens; return whether reasoning or content has grown."""
         self._text += self._tokens.add([token for token in token_ids if token not in self._hidden_ids])
         before = self.reasoning, self.content
         if not self._reads_thought:
@@ -81,7 +81,7 @@ class PartialMessage:
         return before != (self.reasoning, self.content)
 
     def finish(self, message: AssistantMessage) -> AssistantMessage:
-        """Return the whole message, consistent with the part that the client has received."""
+        """Return the whole message, consistent with what the client has received."""
         return message._replace(
             content=_keep_certain(self.content, message.content),
             reasoning=_keep_certain(self.reasoning, message.reasoning or "") or message.reasoning,
@@ -102,10 +102,10 @@ class PartialMessage:
 
 
 def _without_open_end(text: str) -> str:
-    """Return a text without a possible beginning of a marker at its end, and without white space before it."""
+    """Return a text without an incomplete marker at its end, and without white space before that."""
     return OPEN_MARK.sub("", text).rstrip()
 
 
 def _keep_certain(certain: str, whole: str) -> str:
-    """Return the whole text, or only the certain part if the parsed text does not begin with it."""
+    """Return the whole text; only the part already sent if the parsed text does not begin with it."""
     return whole if whole.startswith(certain) else certain

@@ -59,21 +59,22 @@ class RecordedPolicy:
     """A :class:`~rlightning.environments.environment.Policy` that records one trajectory.
 
     Args:
-        number: of the trajectory in its group.
+        number: index of the trajectory in its group.
         max_length: maximum tokens of a sequence.
-        attempt: number of the attempt at the trajectory, from 0; each has other random numbers.
-        clock: of the trajectory's deadlines; None for a new one.
+        attempt: number of the attempt at the trajectory, from 0; each attempt samples with another seed.
+        clock: the trajectory's deadlines; None for new ones.
 
     Attributes:
         attempt: number of the attempt, which a checkpoint saves.
-        temperature: of all of its turns, in place of the prompt's or the run's; None for theirs.
+        temperature: temperature of all of the trajectory's turns; None for the prompt's, or else the run's.
         has_reached_limit: whether the last request exceeded the maximum length of a sequence.
         failure: the sampler's first error, which makes the trajectory fail.
         progress: the last preliminary outcome that the environment reported, used after a timeout.
         has_snapshots: whether the environment reports states from which it can continue.
         on_turn: called with each sampled turn.
         num_requested: number of requested turns.
-        num_constrained: number of turns whose distribution a request changed in other ways than by the temperature.
+        num_constrained: number of turns that a request constrained, such as to a JSON schema, so that their
+            distribution changed.
     """
 
     def __init__(
@@ -119,12 +120,12 @@ class RecordedPolicy:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a turn has been recorded, or a part was split off."""
+        """Whether a turn has been recorded, or :meth:`split` was called."""
         return bool(self.recorder.turns or self._num_parts)
 
     @property
     def is_cut(self) -> bool:
-        """Whether a limit on tokens cut the last turn."""
+        """Whether a limit on tokens ended the last turn."""
         return self.has_reached_limit or any(sample.is_truncated for sample in self.recorder.samples[-1:])
 
     def split(self) -> "RecordedPolicy":
@@ -136,7 +137,7 @@ class RecordedPolicy:
             self._sampler, self.chat_format, self._request, self._number, self.max_length, self.attempt
         )
         part.temperature, part.on_turn = self.temperature, lambda: self.on_turn()
-        part.num_requested = self._num_parts << PART_BITS  # draws from streams of its own
+        part.num_requested = self._num_parts << PART_BITS  # samples from its own random streams
         self._num_parts += 1
         return part
 
@@ -208,7 +209,7 @@ class RecordedPolicy:
     # Checkpoints
 
     def offer(self, saved: SavedTrajectory) -> None:
-        """Store a saved trajectory, which :meth:`resume` restores; if it is not called, the trajectory starts anew."""
+        """Store a saved trajectory for :meth:`resume`, without which the trajectory starts from scratch."""
         self._resumable = saved
 
     def load(self, saved: SavedTrajectory) -> None:
@@ -222,7 +223,7 @@ class RecordedPolicy:
         self.progress = settings["progress"] and outcome_from_plain(settings["progress"])
 
     def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
-        """Return the finished trajectory with ``outcome`` in plain types. Thread-safe.
+        """Return the trajectory in plain types, finished with ``outcome``. Thread-safe.
 
         Without an outcome, return it as of its last reported state; None if no state was reported.
         """
@@ -257,11 +258,11 @@ class RecordedPolicy:
         read: Callable[[Sample], AssistantMessage] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[RecordedTurn]:
-        """Sample turns that all follow one history, and record them. Calls may run concurrently.
+        """Sample turns that continue the same history, and record them. Calls may run concurrently.
 
         Args:
             token_ids: [L], the history. It extends a branch if it begins with all of the branch's tokens.
-            sampling: settings; the run's seed is replaced by one of each turn's own.
+            sampling: settings; each turn replaces the seed with its own.
             num_samples: number of turns; each but the first begins a branch.
             reason: why a branch begins if the history extends none; None to infer it from the tokens.
             observations: messages at the end of the history, to be recorded as turns.
@@ -277,13 +278,13 @@ class RecordedPolicy:
             raise LimitReachedError(f"{len(token_ids)} tokens leave no room in {self.max_length}.")
         seed = sampling.seed
         if seed is not None and seed == self.sampling.seed:
-            # The first turn draws what it would if the group were sampled by one request.
+            # The first turn uses the same seed as if one request sampled the group.
             seed, is_first = seed + self._number, self.num_requested == 0 and num_samples == 1
             seed = mix_seed(seed, "attempt", self.attempt) if self.attempt else seed
             seed = seed if is_first else mix_seed(seed, "turn", self.num_requested)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room), seed=seed)
         self.num_requested += num_samples
-        self._resumable = None  # the environment has started anew
+        self._resumable = None  # the environment has started from scratch
         reservation = self.recorder.reserve(token_ids, reason)
         try:
             try:
@@ -291,7 +292,7 @@ class RecordedPolicy:
                     token_ids, sampling, num_samples=num_samples, session=self._session, on_tokens=on_tokens
                 )
             except Exception as error:
-                # That a schema is refused is the client's own error, and the trajectory goes on.
+                # A rejected schema is the client's error: the trajectory continues.
                 is_refusal = isinstance(error, RequestRefusedError) and not isinstance(error, StreamLostError)
                 if sampling.json_schema is None or not is_refusal:
                     self.failure = self.failure or error
@@ -328,7 +329,7 @@ class RecordedPolicy:
 
 
 def total_reward(outcome: Outcome) -> float | None:
-    """Return an outcome's reward, or the mean over its traces, or the sum over its turns; None without any of these."""
+    """Return an outcome's reward, else the mean over its traces, else the sum over its turns; None without any."""
     traces = read_traces(outcome.traces)
     if outcome.reward is not None:
         return outcome.reward
@@ -342,7 +343,7 @@ def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") ->
 
     Args:
         error: the environment's exception, or a line about it.
-        details: error text for the trajectory, such as a traceback; "" for the line.
+        details: error text for the trajectory, such as a traceback; "" to use ``error``.
     """
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     log.warning("A trajectory of prompt %d failed and counts as not sampled: %s", prompt.index, cut_line(text))

@@ -69,8 +69,8 @@ class SandboxResult(NamedTuple):
     """The result of running a program.
 
     Attributes:
-        stdout: its output; the first and last parts if it is too long.
-        stderr: its error output, likewise.
+        stdout: the program's output; only its beginning and end if it is too long.
+        stderr: the program's error output, shortened in the same way.
         exit_code: minus the signal's number if a signal ended the program.
         status: "finished" with any exit code; "timeout" of CPU or wall time; "memory" for a MemoryError; "killed" by a
             signal or for too many processes.
@@ -90,7 +90,7 @@ class CodeRunner(Protocol):
 
 
 class SandboxError(RuntimeError):
-    """The sandbox failed to run a program, through no fault of the program."""
+    """The sandbox failed to run a program, for a reason other than the program."""
 
 
 class PythonSandbox:
@@ -174,7 +174,7 @@ class PythonSandbox:
 
 
 class Isolation(NamedTuple):
-    """The mechanisms that isolate programs from the trainer on this host.
+    """The mechanisms that separate programs from the trainer on this host.
 
     Attributes:
         names: some of "user", "namespaces", "mounts".
@@ -231,7 +231,7 @@ def possible_isolations() -> Iterator[Isolation]:
 
 
 def run_probe(python: str, isolation: Isolation, asked: dict[str, object]) -> tuple[str, str]:
-    """Run the probe program in an isolation; return its output and "", or "" and why it could not run."""
+    """Run the probe program in an isolation; return (its output, "") or ("", the reason why it could not run)."""
     limits: dict[str, float] = {"cpu_seconds": 5, "memory_mb": 1024, "wall_seconds": GRACE, "max_output_bytes": 4096}
     limits |= {"max_file_mb": 1, "max_processes": PROBE_PROCESSES}
     stdin = json.dumps({**asked, "is_counted": isolation.is_counted})

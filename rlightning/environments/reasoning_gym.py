@@ -15,7 +15,7 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 
 class Questions(Protocol):
-    """A data set of the package, which has no types."""
+    """A data set of the package reasoning-gym, which has no type hints."""
 
     def __len__(self) -> int: ...
 
@@ -36,7 +36,7 @@ class ReasoningGym(Environment):
     Args:
         dataset: name of the task, such as "chain_sum".
         size: number of questions.
-        seed: of the questions.
+        seed: determines the questions.
         instructions: text after the question.
         arguments: additional arguments of the task, such as its difficulty.
     """

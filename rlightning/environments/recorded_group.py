@@ -30,11 +30,11 @@ class RecordedGroup:
     Args:
         sampler, chat_format, request, max_length: see :class:`RecordedPolicy`.
         timeout: maximum seconds of a trajectory; None for no limit.
-        max_requeues: maximum number of repetitions of a trajectory that was lost with its worker.
+        max_requeues: how often a trajectory that was lost with its worker is repeated at most.
         turn_timeout: maximum seconds of a turn; None for no limit.
 
     Attributes:
-        num_requeues: number of repetitions of all trajectories.
+        num_requeues: total number of repetitions of trajectories.
         first_failure: the first error in one line, and its traceback; None without any.
         started_at: start of each running trajectory, by its number, on the monotonic clock.
     """
@@ -86,8 +86,9 @@ class RecordedGroup:
         """Return the trajectories in plain types, for a checkpoint. Thread-safe.
 
         Returns:
-            A running trajectory is returned as of the last state that its environment reported, and as None without
-            one; it is then requeued. In a second part all are None, since the saved data does not name the part.
+            A running trajectory as of the last state that its environment reported; None if it reported none, so that
+            the trajectory is requeued. All are None in the second of several calls of :meth:`run_each`, since saved
+            data does not say to which call it belongs.
         """
         found: list[SavedTrajectory | None] = []
         for number, sampler in enumerate(self._samplers):
@@ -105,7 +106,7 @@ class RecordedGroup:
     async def sample_all(self) -> list[Outcome]:
         """Sample one turn for each trajectory in a single request (:meth:`PolicyGroup.sample_all`)."""
         self._num_parts += 1
-        if self._num_parts == 1:  # what was loaded is another environment's
+        if self._num_parts == 1:  # the loaded state is another environment's
             self._samplers = [TimedSampler(self._sampler, None) for _ in self._samplers]
             self._policies = [self._make_policy(number) for number in range(len(self._policies))]
         self._known, self._ended = {}, {}
@@ -133,7 +134,7 @@ class RecordedGroup:
                 try:
                     with self._samplers[number].timing():
                         outcome = await self._run_again(run, number)
-                        self._ended[number] = deepcopy(outcome)  # run_group may change its own
+                        self._ended[number] = deepcopy(outcome)  # run_group may change its copy
                         return outcome
                 finally:
                     del self.started_at[number]
@@ -141,7 +142,7 @@ class RecordedGroup:
         tasks = [asyncio.ensure_future(run_in_place(number)) for number in range(len(self._policies))]
         try:
             return list(await asyncio.gather(*tasks))
-        finally:  # if one of them has ended the run, the others ask for nothing more
+        finally:  # if one of them has ended the run, the others stop sampling
             running = [task for task in tasks if not task.done()]
             for task in running:
                 task.cancel()
@@ -149,7 +150,7 @@ class RecordedGroup:
                 await asyncio.wait(running, timeout=intervals.CANCEL_GRACE)
 
     async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
-        """Make a trajectory, and repeat it if its worker was lost; a budget limits losses that it may have caused."""
+        """Make a trajectory; repeat it if its worker was lost. A budget limits losses that it may have caused."""
         num_caused = 0
         while True:
             policy = self._policies[number]
@@ -176,11 +177,11 @@ class RecordedGroup:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise
-            # Of the environment's own, which would end the loop, or reach the trainer without a text.
+            # Raised by the environment's code; it would end the loop, or reach the trainer without a message.
             return self.fail(f"it raised {describe_error(error)}")
         except Exception as error:
             if isinstance(error, RunError) and not isinstance(error, RequestRefusedError):
-                raise  # an error of the sampler, say: no trajectory can go on
+                raise  # for example an error of the sampler: no trajectory can continue
             if isinstance(error, TimeoutError) and (deadline.expired() or turn.expired()):
                 what, limit = ("It", self._timeout) if deadline.expired() else ("A turn", self._turn_timeout)
                 made = policy.progress or Outcome()
@@ -223,7 +224,7 @@ async def _limit_turns(seconds: float | None, policy: RecordedPolicy) -> AsyncIt
 
 
 async def _run_and_check(run: Callable[[Policy], Awaitable[Outcome]], policy: RecordedPolicy) -> Outcome:
-    """Make a trajectory; raise the first error of its sampler, even if the environment caught that error."""
+    """Make a trajectory; raise its sampler's first error, even if the environment caught that error."""
     try:
         outcome = check_outcome(await run(policy))
     except Exception as error:

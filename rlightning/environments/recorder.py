@@ -19,7 +19,7 @@ SHARED_TOKENS = 1024
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """The reservation of a branch for one request, which samples after ``history`` [L] and extends the branch.
+    """The reservation of a branch for one request, which samples after a history of tokens [L] and extends the branch.
 
     If ``branch`` is None, the request begins a new one, for ``reason``.
     """
@@ -39,7 +39,7 @@ class RecordedTurn(NamedTuple):
 
     @property
     def token_ids(self) -> "array[int]":
-        """[L], the tokens of the branch up to the turn's end."""
+        """The branch's tokens up to the end of the turn: [L]."""
         return self.branch.token_ids[: self.end]
 
 
@@ -51,7 +51,7 @@ class Mark(NamedTuple):
 
 
 class Recorder:
-    """The branches of one trajectory in the order of their beginnings, and its turns in the order of their ends."""
+    """The branches of one trajectory in the order in which they began, and its turns in the order of their ends."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -113,7 +113,7 @@ class Recorder:
         observations: Sequence[Message] = (),
         messages: Sequence[AssistantMessage] | None = None,
     ) -> list[RecordedTurn]:
-        """Record samples of a request: the first one extends the reserved branch, each other one begins a branch.
+        """Record the samples of a request: the first extends the reserved branch, each further one begins a branch.
 
         Args:
             samples: alternatives after the request's history.
@@ -141,7 +141,8 @@ class Recorder:
     def extend(self, other: "Recorder", turns: Sequence[Turn] | None = None) -> None:
         """Append the branches and turns of another recorder, which must not record afterwards.
 
-        ``turns`` replaces the other's turns by the same ones in any order, with other turns between them.
+        ``turns`` replaces the other recorder's turns: the same turns in any order, perhaps with further turns between
+        them.
         """
         turns = other.turns if turns is None else turns
         places = {id(turn.sample): len(self.turns) + place for place, turn in enumerate(turns) if turn.sample}
@@ -166,7 +167,7 @@ class Recorder:
         return "history_edited" if edited else "started_over"
 
     def _is_retokenized(self, history: list[int], tokens: list[int], start: int) -> bool:
-        """Return whether a history encodes a branch's text by other tokens, which differ from position ``start`` on."""
+        """Return whether a history has the same text as a branch, but other tokens from position ``start`` on."""
         while history[start : start + SHARED_TOKENS] == tokens[start : start + SHARED_TOKENS]:
             start += SHARED_TOKENS
         start = next(place for place in count(start) if history[place] != tokens[place])

@@ -44,17 +44,18 @@ class HasEnvironmentNames(Protocol):
 
 
 class EnvironmentRunner:
-    """Runs environments for prompts in its own thread. Any thread may call it, with plain data only.
+    """Runs environments for prompts on an event loop in its own thread. Methods may be called from any thread.
 
     Args:
         sampler: samples the policy's turns.
-        tokenizer: the policy's.
-        prompt_format: of the prompts; its arguments of the chat template apply to later turns too.
-        environments: one, or several by the names in the prompts' column ``environment``; None for SingleTurn.
+        tokenizer: the policy's tokenizer.
+        prompt_format: format of the prompts; its arguments for the chat template apply to later turns too.
+        environments: one environment, or several by the names in the prompts' column ``environment``; None for
+            SingleTurn.
         max_length: maximum tokens of a sequence.
         timeout: maximum seconds of a trajectory; None for no limit.
         turn_timeout: maximum seconds of a turn; None for no limit.
-        max_requeues: maximum number of repetitions of a trajectory whose worker process ended or hung.
+        max_requeues: how often a trajectory whose worker process ended or hung is repeated at most.
 
     Attributes:
         loop: the event loop.
@@ -120,7 +121,7 @@ class EnvironmentRunner:
         return saved if any(saved) else None
 
     def cancel(self, futures: "Collection[Future[list[Trajectory]]]") -> None:
-        """Cancel prompts, and wait until they have no more requests at the sampler."""
+        """Cancel the trajectories of prompts, and wait until they have no more requests at the sampler."""
         if self._is_closed or not futures:
             return
         for future in futures:
@@ -172,7 +173,7 @@ class EnvironmentRunner:
         return [environments] if isinstance(environments, Environment) else list(environments.values())
 
     async def _wait_for_cancelled(self) -> None:
-        await asyncio.sleep(0)  # lets tasks start that have just been submitted
+        await asyncio.sleep(0)  # lets tasks start that were just submitted
         await asyncio.sleep(0)
         cancelled = [task for task in self._running if task.cancelling() and task not in self._abandoned]
         if cancelled:
@@ -189,7 +190,7 @@ class EnvironmentRunner:
             returned = await await_user_code(environment.run_group(request.prompt, group))
             outcomes = read_outcomes(returned, request.num_trajectories)
         except RunError:
-            raise  # no trajectory can go on
+            raise  # no trajectory can continue
         except Exception as error:  # user code
             outcomes = [group.fail(error)] * request.num_trajectories
         trajectories = group.finish(outcomes, monotonic() - started_at)
@@ -209,7 +210,7 @@ def read_outcomes(returned: object, num_trajectories: int) -> list[Outcome]:
 def check_environment_names(
     environments: Environment | Mapping[str, Environment] | None, named: Mapping[str, str]
 ) -> None:
-    """Raise a ConfigError if ``named`` (names by configuration key) has a name of no environment of the run."""
+    """Raise a ConfigError if ``named`` (names by configuration key) has a name that no environment of the run has."""
     for key, name in named.items():
         if not isinstance(environments, Mapping):
             raise ConfigError(f"{key}={name} has no effect: the run has no environments by name. Remove it.")

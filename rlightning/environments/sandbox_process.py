@@ -65,11 +65,11 @@ def run(
     """Run a program, and return the fields of a SandboxResult; None if the trainer closed the request.
 
     Args:
-        code, stdin, python: of the program.
-        folder: an empty folder, which is removed in the end.
+        code, stdin, python: the program, its input and its interpreter.
+        folder: an empty folder, which is removed at the end.
         isolation: some of "user", "namespaces", "mounts"; python_sandbox has probed that they work.
         is_counted: whether the system counts the program's processes separately from others.
-        limits: by the names of PythonSandbox's arguments.
+        limits: limits by the names of PythonSandbox's arguments.
     """
     # Processes that the program leaves behind become children of this process.
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
@@ -114,7 +114,7 @@ def start_program(
 def watch_program(
     process: subprocess.Popen[bytes], init: Init | None, limits: dict[str, float], count_interval: float
 ) -> dict[str, str | int] | None:
-    """Collect the program's output until its exit or a limit, then kill all that it started; see :func:`run`."""
+    """Collect the program's output until it exits or exceeds a limit, then kill its processes; see :func:`run`."""
     assert process.stdout is not None and process.stderr is not None
     outputs = {pipe.fileno(): Output(int(limits["max_output_bytes"])) for pipe in (process.stdout, process.stderr)}
     woken, wake = os.pipe2(os.O_NONBLOCK)
@@ -154,7 +154,7 @@ def watch_program(
 
 
 class Output:
-    """The first and the last bytes of an output stream; half of ``limit`` is for the end, where errors usually are."""
+    """The first and last bytes of an output stream; half of ``limit`` are from the end, where errors usually are."""
 
     def __init__(self, limit: int) -> None:
         self.half = limit // 2
@@ -169,14 +169,14 @@ class Output:
         self.tail = (self.tail + data[room:])[-self.half :]
 
     def text(self) -> str:
-        """Return the output as text, with a line in place of the omitted middle."""
+        """Return the output as text, with a line that stands for the omitted middle."""
         missing = self.size - len(self.head) - len(self.tail)
         cut = f"\n... {missing} bytes left out ...\n".encode() if missing else b""
         return (self.head + cut + self.tail).decode(errors="replace")
 
 
 class Init:
-    """Process 1 of the program's namespace: it reaps orphans, and exits together with the namespace or this process."""
+    """Process 1 of the program's process namespace: it reaps orphans, and exits with the namespace or this process."""
 
     def __init__(self) -> None:
         reader, self._writer = os.pipe()
@@ -198,14 +198,14 @@ class Init:
 
 
 def become_own_user(folder: str | None) -> None:
-    """Change from root to a user id that no other process has, and make that the owner of the folder."""
+    """Change from root to a user id that no other process has, and make that user the owner of the folder."""
     user = FIRST_USER + os.getpid()
     if folder is not None:
         os.chown(folder, user, user)
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # else this process may not write its own maps
+    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # else this process may not write its id maps
 
 
 def enter_namespaces(has_mounts: bool) -> Init:
@@ -220,7 +220,7 @@ def enter_namespaces(has_mounts: bool) -> Init:
 
 
 def mount_folder(size_mb: int) -> None:
-    """Mount a new folder in memory, writable, and make all other files read-only; it vanishes with the namespace."""
+    """Mount a writable file system in memory on the program's folder, and make all other files read-only."""
     read_only = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, MS_PRIVATE, 0)
     check(libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, read_only, len(read_only)), "mount_setattr")
     options = f"size={size_mb}m,mode=700".encode()
@@ -245,7 +245,7 @@ def limit_program(limits: dict[str, float], is_counted: bool) -> None:
 
 
 def limit(kind: int, soft: int, hard: int) -> None:
-    """Set one resource limit, unless this host's is lower already."""
+    """Set one resource limit, unless the host's limit is already lower."""
     _, most = resource.getrlimit(kind)
     is_lower = most != resource.RLIM_INFINITY
     resource.setrlimit(kind, (min(soft, most), min(hard, most)) if is_lower else (soft, hard))
@@ -268,7 +268,7 @@ def count_tasks(pid: int) -> int:
 
 
 def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
-    """Kill the program and all that it started, and wait until all have exited."""
+    """Kill the program and all processes that it started, and wait until all have exited."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -276,7 +276,7 @@ def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
         init.end()
         return
     children = Path("/proc/thread-self/children")
-    while pids := [int(pid) for pid in children.read_text().split()]:  # those with sessions of their own
+    while pids := [int(pid) for pid in children.read_text().split()]:  # processes in their own sessions
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:

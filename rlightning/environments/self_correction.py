@@ -1,4 +1,4 @@
-"""An environment of two turns: the policy answers, is told if the answer is wrong, and then answers again."""
+"""An environment of two turns: the policy answers, and answers again after a message that the answer is wrong."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class SelfJudged(Environment):
     """Runs another environment and has the policy score each trajectory by a rubric, outside of the trajectory.
 
     The reward is the environment's, if it gives one, plus the weighted score. A trajectory counts as not sampled if it
-    cannot be judged: no room for the judge's answer, a cut answer, or one without a score.
+    cannot be judged: the judge's answer does not fit, is cut off, or has no score.
 
     Args:
         rubric: as in :class:`~rlightning.rewards.judge.Judge`, which describes this and the next five arguments. Names
@@ -31,7 +31,7 @@ class SelfJudged(Environment):
         lowest: lowest valid score.
         highest: highest valid score.
         environment: makes the trajectories; None for SingleTurn.
-        weight: of the score in the reward, from 0 to 1.
+        weight: weight of the score in the reward, from 0 to 1.
         max_new_tokens: maximum tokens of the judge's answer; None for the run's maximum.
     """
 
@@ -63,7 +63,7 @@ class SelfJudged(Environment):
         await self.environment.check()
 
     async def close(self) -> None:
-        """Close the judged environment."""
+        """Close the environment that makes the trajectories."""
         await self.environment.close()
 
     async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
@@ -95,13 +95,13 @@ class SelfJudged(Environment):
 
 
 class _JudgedGroup:
-    """A :class:`~rlightning.environments.environment.PolicyGroup` that judges each trajectory when it has ended."""
+    """A :class:`~rlightning.environments.environment.PolicyGroup` that judges each trajectory after its end."""
 
     def __init__(self, group: PolicyGroup, judge: Callable[[Policy, Outcome], Awaitable[Outcome]]) -> None:
         self._group, self._judge = group, judge
 
     async def sample_all(self) -> list[Outcome]:
-        """Sample a turn for each trajectory, with a request of its own, and judge it."""
+        """Sample a turn for each trajectory, one request each, and judge each trajectory."""
 
         async def complete(policy: Policy) -> Outcome:
             await policy.chat()
@@ -114,7 +114,7 @@ class _JudgedGroup:
         run: Callable[[Policy], Awaitable[Outcome]],
         places: AbstractAsyncContextManager[object] | None = None,
     ) -> list[Outcome]:
-        """Call ``run`` for each trajectory concurrently (:meth:`PolicyGroup.run_each`), and judge it."""
+        """Call ``run`` for each trajectory concurrently (:meth:`PolicyGroup.run_each`), and judge each one."""
 
         async def run_and_judge(policy: Policy) -> Outcome:
             try:

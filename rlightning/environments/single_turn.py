@@ -7,13 +7,13 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 
 class SingleTurn(Environment):
-    """One turn; a single request samples all completions of a prompt, so that the prompt is computed once."""
+    """One turn; a single request samples all completions of a prompt, so that the engine prefills the prompt once."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Sample one completion."""
+        """Sample one completion of the prompt."""
         await policy.chat()
         return Outcome()
 
     async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
-        """Sample all completions."""
+        """Sample all completions of a prompt in a single request."""
         return await group.sample_all()

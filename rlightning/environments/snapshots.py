@@ -1,4 +1,4 @@
-"""Running trajectories in a checkpoint, as plain types, which every checkpoint format supports."""
+"""Running trajectories in a checkpoint, as plain types, which each checkpoint format supports."""
 
 from collections.abc import Mapping
 from typing import TypedDict

@@ -38,11 +38,11 @@ class StepEnvironment(Environment):
       ``reset``: a trajectory that was running at a checkpoint continues after its last turn.
 
     The trajectory's reward is the sum of its turns' rewards; None if none of them is a number. Methods that are not
-    async run in a thread, the same one for all of a trajectory.
+    async run in a thread, one for each trajectory.
 
     Args:
         environment: the class or a function that returns an object, or the dotted path of either.
-        arguments: of the class or function.
+        arguments: keyword arguments of the class or function.
         max_turns: maximum turns of the policy, after which a trajectory is truncated.
     """
 
@@ -78,11 +78,11 @@ class StepEnvironment(Environment):
             raise ConfigError(f"{self._name}: {cut_line(error)}. Change its arguments.") from error
 
     async def close(self) -> None:
-        """Wait until objects that are being closed have been closed."""
+        """Wait until the objects of finished trajectories are closed."""
         await self._closing.wait()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory with its own object, which is closed in the end in any case."""
+        """Make one trajectory with its own object, which is always closed at the end."""
         game = StepObject()
         try:
             await game.make(self._make, self.arguments)
@@ -128,12 +128,12 @@ class StepEnvironment(Environment):
 
 
 async def save(game: StepObject, *parts: object) -> JsonObject | None:
-    """Return the state of a trajectory for a checkpoint; None if the object has no snapshots."""
+    """Return a trajectory's state for a checkpoint; None if the object has no snapshots."""
     return dict(zip(STATE, [await game.call("snapshot"), *parts], strict=True)) if game.has_snapshots else None
 
 
 class Step(NamedTuple):
-    """The result of ``step``: ``metrics`` are the numbers in ``info``, ``status`` that of an ended trajectory."""
+    """The parsed result of ``step``: ``metrics`` are the numbers in ``info``; ``status`` is None until the end."""
 
     observation: object
     reward: float | None
@@ -142,7 +142,7 @@ class Step(NamedTuple):
 
 
 def make_outcome(rewards: Sequence[float | None], status: Status, metrics: Mapping[str, float]) -> Outcome:
-    """Return the outcome of a trajectory with these rewards of its turns, whose sum is its reward."""
+    """Return a trajectory's outcome; its reward is the sum of the turns' rewards."""
     has_rewards = any(reward is not None for reward in rewards)
     turn_rewards = [reward or 0.0 for reward in rewards] if has_rewards else None
     reward = math.fsum(turn_rewards) if turn_rewards else None

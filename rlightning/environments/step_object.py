@@ -50,7 +50,7 @@ class SerialThread:
             try:
                 future.set_result(context.run(function))
             except (StopIteration, SystemExit, KeyboardInterrupt) as error:
-                # No future can hold the first; the others end event loops.
+                # A future cannot store the first; the others end event loops.
                 future.set_exception(RuntimeError(f"the environment raised {describe_error(error)}"))
             except BaseException as error:
                 future.set_exception(error)
@@ -71,7 +71,7 @@ class SerialThread:
 
 
 class StepObject:
-    """The user's object of one trajectory, in ``made``; None until it is constructed.
+    """The user's object for one trajectory, in ``made``; None until it is constructed.
 
     Its async methods run on the event loop, all others in one thread.
     """
@@ -81,7 +81,7 @@ class StepObject:
         self._thread = SerialThread()
 
     async def make(self, make: Callable[..., object], arguments: Mapping[str, object]) -> None:
-        """Construct the object; on the event loop if it has an async method, since it may open resources there."""
+        """Construct the object; on the event loop if it has an async method, since it may then need the loop."""
 
         def make_here() -> None:
             self.made = make(**arguments)  # kept although the trajectory may have ended, so that it is closed
@@ -109,7 +109,7 @@ class StepObject:
         return all(callable(getattr(self.made, name, None)) for name in SNAPSHOT_METHODS)
 
     async def restore(self, state: object) -> None:
-        """Restore the object from another one's ``snapshot``; raises a TrajectoryLostError if that fails."""
+        """Restore the object from a ``snapshot`` of another one; raises a TrajectoryLostError if that fails."""
         try:
             await self.call("restore", state)
         except Exception as error:
@@ -118,7 +118,7 @@ class StepObject:
             ) from error
 
     async def close(self) -> None:
-        """Call the object's ``close``, if it has one, after its running call; errors are logged."""
+        """Call the object's ``close``, if it exists, after any running call; errors are logged."""
 
         def close_here() -> object:
             close = getattr(self.made, "close", None)
@@ -151,7 +151,7 @@ async def call_function(function: Callable[..., object], arguments: Mapping[str,
 
 
 def read_state(state: object, *names: str) -> JsonObject:
-    """Validate a state that an environment reported; raises a TrajectoryLostError if another environment did."""
+    """Validate a state in a checkpoint, which must have the keys ``names``; raises a TrajectoryLostError otherwise."""
     if not isinstance(state, Mapping) or set(state) != set(names):
         raise TrajectoryLostError("its snapshot is another environment's", is_cause=False)
     return dict(state)
@@ -162,7 +162,7 @@ async def _call_here(function: Callable[[], T]) -> T:
 
 
 class Closing:
-    """Closes objects after their trajectories; waits only briefly for each, since its methods may hang."""
+    """Closes objects after their trajectories; the wait for each is short, since its methods may hang."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

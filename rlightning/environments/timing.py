@@ -13,9 +13,10 @@ from rlightning.types.trajectory import Sample
 
 
 class TimedSampler(TokenSampler):
-    """The sampler of one trajectory, which measures the seconds in which at least one request is running.
+    """The sampler of one trajectory, which measures the time during which it has at least one running request.
 
-    ``before`` are the timings so far. Time in which the trajectory's ``clock`` is stopped does not count.
+    ``before`` are the timings of the trajectory before a resume. Time in which the trajectory's ``clock`` is stopped
+    does not count.
     """
 
     def __init__(self, sampler: TokenSampler, before: Mapping[str, float] | None = None) -> None:
@@ -31,7 +32,7 @@ class TimedSampler(TokenSampler):
 
     @property
     def timings(self) -> dict[str, float]:
-        """Seconds of the trajectory, of the engine and of the environment; empty if it was not timed."""
+        """The seconds of the trajectory in all, at the engine and in the environment; empty if it was not timed."""
         if self._seconds is None and self._began_at is None:
             return {}
         seconds = self._count_seconds() - self.clock.stopped_seconds
@@ -44,7 +45,7 @@ class TimedSampler(TokenSampler):
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Measure the seconds of the trajectory while the context is open."""
+        """Context manager that measures the trajectory's seconds."""
         self._began_at = monotonic()
         try:
             yield
@@ -60,7 +61,7 @@ class TimedSampler(TokenSampler):
         session: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
+        """Sample as :class:`~rlightning.rollout.sampler.TokenSampler` does, and measure the time."""
         streaming = (
             {} if on_tokens is None else {"on_tokens": on_tokens}
         )  # a sampler that never streams need not take it
@@ -71,7 +72,7 @@ class TimedSampler(TokenSampler):
 
     @contextmanager
     def _requesting(self) -> Iterator[None]:
-        """Count the seconds within the context as those of a request."""
+        """Context manager that counts its seconds as those of a request."""
         if not self._num_requests:
             self._requested_at = monotonic()
         self._num_requests += 1

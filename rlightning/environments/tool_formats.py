@@ -31,7 +31,7 @@ class Family:
     """A group of models that write tool calls in the same format.
 
     Attributes:
-        markers: texts all of which a chat template of the family contains.
+        markers: strings that every chat template of the family contains.
         renderers: parsers of the package ``renderers``, of which the first that supports the tokenizer is used; () if
             this module parses the format.
         call_start: text with which calls begin; None if a turn can be parsed only when it is whole.
@@ -50,12 +50,12 @@ class Family:
 
 @dataclass(frozen=True)
 class FoundCall:
-    """The place of a tool call in a text.
+    """A tool call in a text, and the position at which it starts.
 
     Attributes:
-        text: JSON, as the policy wrote it.
+        text: the call's JSON as the policy wrote it.
         is_closed: whether the call is complete.
-        name: of the tool, if it is outside of the JSON.
+        name: name of the tool, if the JSON does not contain it.
     """
 
     start: int
@@ -75,7 +75,7 @@ def find_hermes_calls(text: str) -> Iterator[FoundCall]:
 
 
 def find_llama_calls(text: str) -> Iterator[FoundCall]:
-    """Yield the calls of a turn that is JSON: ``{"name": ..., "parameters": {...}}``, several after semicolons."""
+    """Yield the calls of a turn that is JSON: ``{"name": ..., "parameters": {...}}``, or several with semicolons."""
     begins = re.match(r'\s*(<\|python_tag\|>\s*|(?=\{\s*"(name|type|function|parameters)"\s*:))', text)
     if begins is None:
         return
@@ -134,7 +134,7 @@ CHANNEL = re.compile(
 def split_channels(text: str) -> tuple[str | None, str, str, list[FoundCall]]:
     """Split a turn of messages with headers into reasoning, content, content with the calls, and the calls.
 
-    The header of a call names its tool (``to=functions.add``), other headers their channel.
+    The header of a call names its tool (``to=functions.add``), any other header its channel.
     """
     messages = list(CHANNEL.finditer(text))
     if not messages and "<|channel|>" not in text:
@@ -214,7 +214,7 @@ def read_message(
     """Parse the text of a turn to a message.
 
     Args:
-        text: of a turn, without its end token; in formats with channels including it.
+        text: the turn's text without its end token, or with it in formats with channels.
         family: format of the calls; None if there are none.
         in_thought: whether the text begins inside the reasoning.
         has_tools: whether calls are parsed; otherwise they stay text.
@@ -247,7 +247,7 @@ class CallReader:
         self._errors: list[tuple[int, str]] = []
 
     def refuse(self, error: str) -> None:
-        """Record the error of the next call."""
+        """Record that the next call is malformed, with an error message for the policy."""
         self._errors.append((len(self.calls), error))
 
     def finish(self, content: str, reasoning: str | None, num_written: int) -> AssistantMessage:
@@ -314,7 +314,7 @@ def _refuse_constant(name: str) -> None:
 class RenderersParser:
     """Parses sampled tokens with a parser of the package ``renderers``, which may be missing.
 
-    Raises a ConfigError if it refuses the tokenizer. It gets those arguments of the chat template that it supports.
+    The parser gets the chat template's arguments that it supports. Raises a ConfigError if it rejects the tokenizer.
     """
 
     def __init__(self, tokenizer: "Tokenizer", family: Family, arguments: Mapping[str, object]) -> None:
@@ -326,7 +326,7 @@ class RenderersParser:
                 config = config_from_name(name)
                 known = {key: value for key, value in arguments.items() if key in type(config).model_fields}
                 self._renderer = create_renderer(tokenizer, config.model_copy(update=known))
-            except Exception as error:  # renderers assert what they expect of tokenizers
+            except Exception as error:  # renderers check tokenizers by assertions
                 reason = cut_line(error)
             else:
                 return

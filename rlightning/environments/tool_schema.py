@@ -38,7 +38,7 @@ ARGUMENT = re.compile(r"^\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 def describe_tool(function: Callable[..., object], what: str) -> Message:
     """Return the JSON schema of a function in the format of chat APIs and chat templates.
 
-    Raises a ConfigError if a docstring or type hint is missing, or a type does not exist in JSON.
+    Raises a ConfigError if a docstring or type hint is missing, or JSON has no such type.
     """
     description, about = read_docstring(inspect.getdoc(function) or "")
     name = function.__name__
@@ -80,7 +80,7 @@ def own_parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
 
 
 def describe_type(hint: object, what: str) -> Schema:
-    """Return the JSON schema of a type hint; raises a ConfigError if the type does not exist in JSON."""
+    """Return the JSON schema of a type hint; raises a ConfigError if JSON has no such type."""
     if hint is Any:
         return {}
     if hint in SIMPLE:
@@ -170,7 +170,7 @@ def find_mistakes(schema: Schema, arguments: Mapping[str, object]) -> str | None
 
 
 def convert_numbers(schema: Schema, arguments: Mapping[str, object]) -> JsonObject:
-    """Return a call's arguments with floats such as 3.0 converted to int if the tool's parameter is an integer."""
+    """Return a call's arguments, in which floats such as 3.0 become ints where the schema has an integer."""
     return {name: _convert(schema["properties"][name], value) for name, value in arguments.items()}
 
 

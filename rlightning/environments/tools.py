@@ -56,7 +56,7 @@ class Counts:
 
 @dataclass
 class _Attempt:
-    """The state of one trajectory that its tool calls use: the objects by their class, and counts."""
+    """The state of one trajectory that its tool calls use: one object of each tool class, and counts."""
 
     objects: dict[type, StepObject] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
@@ -67,9 +67,9 @@ class Tools(Environment):
 
     A tool is a function with type hints and a docstring, async or not; a function that is not async runs in a thread.
     Or it is a class whose public methods are tools: each trajectory makes its own object, runs methods that are not
-    async in one thread, and calls its method ``close`` in the end, if it has one. A class with a parameter ``prompt``
-    gets the trajectory's prompt. The methods ``snapshot(self)`` and ``restore(self, state)`` are no tools: they save an
-    object in a checkpoint, and restore it.
+    async in one thread, and calls its method ``close`` at the end, if there is one. A class with a parameter ``prompt``
+    gets the trajectory's prompt. The methods ``snapshot(self)`` and ``restore(self, state)`` are not tools: they save
+    an object in a checkpoint, and restore it.
 
     The calls of a turn run concurrently. A call that is malformed, names no tool, has wrong arguments, raises an
     exception or exceeds the timeout gets an error message as its result.
@@ -80,9 +80,9 @@ class Tools(Environment):
         max_failures: maximum failed calls; a trajectory with more is truncated.
         tool_timeout: maximum seconds of a call.
         max_result_characters: maximum length of a call's result; the middle of a longer one is left out.
-        broken_by: exceptions of tools, or their dotted paths, that fail the trajectory, in addition to lost
-            connections, lack of memory and failures of the sandbox; ``builtins.TimeoutError`` includes
-            ``tool_timeout``.
+        broken_by: exception classes, or their dotted paths, after which the trajectory counts as failed when a tool
+            raises them, as after lost connections, lack of memory and failures of the sandbox;
+            ``builtins.TimeoutError`` includes ``tool_timeout``.
     """
 
     has_tools = True
@@ -117,7 +117,7 @@ class Tools(Environment):
             what = f"Tools: broken_by={given}"
             kind = import_object(given, what)
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                raise ConfigError(f"{what} is no exception. Name a class, such as builtins.TimeoutError.")
+                raise ConfigError(f"{what} is not an exception. Name a class, such as builtins.TimeoutError.")
             found.append(kind)
         return tuple(found)
 
@@ -127,7 +127,7 @@ class Tools(Environment):
         return all(is_restorable(owner) for owner in owners)
 
     def _is_broken(self, error: Exception) -> bool:
-        """Return whether an error of a tool, or one of its causes, is a failure of infrastructure."""
+        """Return whether an error of a tool, or one of its causes, is an infrastructure failure."""
         for one in cause_chain(error, with_context=True):
             names = [kind.__name__ for kind in type(one).__mro__]
             if isinstance(one, self._broken):
@@ -204,7 +204,7 @@ class Tools(Environment):
     async def _report(self, policy: Policy, attempt: _Attempt, observations: list[Message]) -> None:
         state = None
         if self._has_snapshots:
-            with suppress(asyncio.TimeoutError):  # a call that took too long is under way: the state before stays
+            with suppress(asyncio.TimeoutError):  # a call that timed out is still running: keep the earlier state
                 snapshots = {
                     owner.__qualname__: await asyncio.wait_for(made.call("snapshot"), self.tool_timeout)
                     for owner, made in attempt.objects.items()
@@ -213,7 +213,7 @@ class Tools(Environment):
         await policy.report(Outcome(status="timeout", metrics=attempt.counts.metrics()), state)
 
     async def _answer(self, message: AssistantMessage, attempt: _Attempt) -> list[Message]:
-        """Execute the calls of a turn, and return the tool messages with their results."""
+        """Execute the tool calls of a turn, and return their results as tool messages."""
         answers = await gather([self._call(call, attempt) for call in message.tool_calls])
         observations = [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
@@ -223,7 +223,7 @@ class Tools(Environment):
         turn, known = attempt.counts.turns, next(iter(self._tools))
         places = message.error_places or [len(observations)] * len(message.errors)
         failed = enumerate(zip(places, message.errors, strict=True))
-        for number, (place, error) in reversed(list(failed)):  # an insertion moves those that follow
+        for number, (place, error) in reversed(list(failed)):  # an insertion shifts later indices
             call_id = f"fail{turn:03d}{number:02d}"
             content = f"Error: {error}"
             observations.insert(place, {"role": "tool", "tool_call_id": call_id, "name": known, "content": content})
@@ -289,7 +289,7 @@ def find_tools(given: object, what: str) -> Iterator[Tool]:
 
 
 def is_restorable(kind: type) -> bool:
-    """Return whether a class has ``snapshot`` and ``restore`` for checkpoints; they are then no tools."""
+    """Return whether a class has ``snapshot`` and ``restore`` for checkpoints, which are then not tools."""
     methods = [getattr(kind, name, None) for name in SNAPSHOT_METHODS]
     if not all(map(inspect.isroutine, methods)):
         return False
@@ -298,12 +298,12 @@ def is_restorable(kind: type) -> bool:
 
 
 def write_result(result: object) -> str:
-    """Convert the result of a tool to text for the policy: a text stays, anything else becomes JSON."""
+    """Convert the result of a tool to text for the policy: a string is unchanged, any other value becomes JSON."""
     if isinstance(result, str):
         return result
     try:
         return json.dumps(result, ensure_ascii=False, default=str)
-    except (TypeError, ValueError, RecursionError):  # mappings with keys that are no strings, for example
+    except (TypeError, ValueError, RecursionError):  # for example mappings with keys that are not strings
         return str(result)
 
 

@@ -9,18 +9,18 @@ from rlightning.types import Trajectory
 
 @dataclass(slots=True)
 class TurnTotals:
-    """Sums over trajectories, except those of single turns that one request sampled.
+    """Sums over trajectories, except the single-turn trajectories that one request sampled for a group.
 
     Attributes:
         num_trajectories: number of trajectories, trained on or not.
         num_turns: turns of the policy.
         num_tokens: sampled tokens.
-        engine_seconds: seconds with a request at the engine.
-        environment_seconds: seconds without one.
+        engine_seconds: seconds in which the trajectories had a request at the engine.
+        environment_seconds: seconds in which they had none.
         num_with_tools: number of trajectories whose environment counts tool calls.
         num_tool_calls: tool calls in these trajectories.
         num_tool_failures: tool calls that got an error.
-        prefix_cache: counts of the engines; zero on ranks other than 0.
+        prefix_cache: prefix cache use of the engines; zero on ranks other than 0.
     """
 
     num_trajectories: int = 0

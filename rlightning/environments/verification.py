@@ -1,8 +1,8 @@
 """Verifies that trajectories contain exactly what was sampled: the sampler scores each branch again, in one prefill.
 
 A token's recorded log-probability belongs to the context in which it was sampled. If its branch has another context (a
-history that was tokenized anew, a missing turn, shifted tokens), the score differs. Sampling and prefill round
-differently, which is no error: the size of this gap is measured on single-turn rollouts of the same prompts.
+history that was tokenized again, a missing turn, shifted tokens), the score differs. Sampling and prefill round
+differently, which is not an error: the size of this gap is measured on single-turn rollouts of the same prompts.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ MAX_CONCURRENT = 32
 
 
 class Gap(NamedTuple):
-    """The sum of absolute differences, in nats, between two log-probabilities of the same tokens."""
+    """Absolute differences, in nats, between two log-probabilities of the same tokens: their sum and number."""
 
     total: float = 0.0
     num_tokens: int = 0
@@ -56,7 +56,7 @@ class Gap(NamedTuple):
         return self.merge(Gap(float(distances.sum()), len(distances)))
 
     def merge(self, other: "Gap") -> "Gap":
-        """Return the gap over the tokens of both."""
+        """Return the gap over the tokens of both gaps."""
         return Gap(self.total + other.total, self.num_tokens + other.num_tokens)
 
 
@@ -65,7 +65,7 @@ class TrajectoryVerifier:
 
     Args:
         max_length: maximum tokens of a sequence.
-        dtype: in which the sampler computes.
+        dtype: the sampler's dtype of computation.
 
     Attributes:
         single_turns: the gap of single-turn rollouts over all steps so far.
@@ -78,10 +78,10 @@ class TrajectoryVerifier:
         self.single_turns = Gap()
 
     async def verify(self, trajectories: Sequence[Trajectory], sampling: Sampling, version: int | None = None) -> Gap:
-        """Score trajectories again, except those with tokens of other weights than the sampler's.
+        """Score trajectories again, except those with tokens of another weight version than the sampler's.
 
         Args:
-            version: of the sampler's weights; None for that of the newest tokens.
+            version: weight version of the sampler; None for that of the newest tokens.
 
         Returns:
             The gap of all trained tokens.
@@ -98,7 +98,7 @@ class TrajectoryVerifier:
                 self._has_warned = True
                 log.warning(
                     "rollout.verify_trajectories: no trajectory of the step was sampled at temperature 1 and by the "
-                    "current weights alone, so that none could be verified. Said once."
+                    "current weights alone, so that none could be verified. This is logged only once."
                 )
             return Gap()
         await self._roll_out_single_turns(chosen, sampling)
@@ -127,11 +127,11 @@ class TrajectoryVerifier:
                 f"log-probabilities of their {what} differ by {gap.mean:.3g} nats in the mean of {gap.num_tokens} "
                 f"tokens, and those of single-turn rollouts by {self.single_turns.mean:.3g}, so that {limit:.3g} are "
                 f"allowed. The token that is furthest off, by {worst[0]:.3g}: {worst[1]}. Look at how the "
-                "environment or its client hands on the history; rollout.verify_trajectories: false goes on unverified."
+                "environment or its client passes on the history; rollout.verify_trajectories: false turns this off."
             )
 
     def _limit(self, gap: Gap) -> float:
-        """Return the maximum mean gap that is allowed for this number of tokens."""
+        """Return the maximum mean gap that is allowed for the gap's number of tokens."""
         single = self.single_turns
         chance = CHANCE * math.sqrt(1 / max(gap.num_tokens, 1) + 1 / max(single.num_tokens, 1))
         return max(self._least_gap, MAX_RATIO * (1 + chance) * single.mean)
@@ -161,8 +161,8 @@ class TrajectoryVerifier:
             return await self._sampler.sample(token_ids, own, num_samples=num_samples)
 
     async def _compare(self, branch: Branch) -> NDArray[np.float64]:
-        """Return the gap of each sampled token of a branch, up to the sampler's maximum length."""
-        room = self._max_length - 1  # an engine samples a token after what it scores
+        """Return the absolute difference of each sampled token of a branch, up to the sampler's maximum length."""
+        room = self._max_length - 1  # an engine samples a token after the scored ones
         async with self._places:
             scores = await self._sampler.score(list(branch.token_ids[:room]))
         mask = np.asarray(branch.is_sampled[:room], np.bool_)
@@ -172,7 +172,7 @@ class TrajectoryVerifier:
 
 
 def check_verifiable(sampling: Sampling) -> None:
-    """Raise a ConfigError if tokens are sampled from another distribution than the one in which the sampler scores."""
+    """Raise a ConfigError if tokens are sampled from a distribution other than the one of the sampler's scores."""
     for name, value in _changed_settings(sampling).items():
         raise ConfigError(
             f"rollout.verify_trajectories needs log-probabilities of the model's own distribution, which rollout."

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def reraise_remote(kind: type[Exception] = LimitReachedError) -> Iterator[None]:
-    """Convert a RemoteError of an exception of class ``kind`` to that exception."""
+    """Context manager that converts a RemoteError caused by an exception of class ``kind`` to that exception."""
     try:
         yield
     except RemoteError as error:
@@ -39,17 +39,17 @@ def reraise_remote(kind: type[Exception] = LimitReachedError) -> Iterator[None]:
 
 
 class RemotePolicy:
-    """Calls a :class:`~rlightning.environments.environment.Policy` of the trainer's process, which records."""
+    """A worker's proxy for a :class:`~rlightning.environments.environment.Policy` of the trainer's process."""
 
     def __init__(self, trainer: Peer, key: int) -> None:
         self._trainer, self._key = trainer, key
 
     async def open_session(self, *, wants_messages: bool) -> Fields:
-        """Return the URL and key by which an agent calls the policy; only for agents' workers."""
+        """Return the URL and the key with which an agent calls the policy; only for agents' workers."""
         return list(await self._request("open_session", wants_messages))
 
     async def has_reached_limit(self) -> bool:
-        """Return whether the last request to the endpoint left no room for another turn."""
+        """Return whether the sequence of the last request to the endpoint had its maximum length."""
         return bool(await self._request("has_reached_limit"))
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
@@ -91,7 +91,7 @@ def _read_sample(sent: Fields) -> Sample:
 
 
 class EnvironmentWorker:
-    """Makes the trajectories that the trainer's process requests."""
+    """Makes trajectories that the trainer's process requests."""
 
     def __init__(self) -> None:
         self._worker = Worker()
@@ -144,7 +144,7 @@ class EnvironmentWorker:
         try:
             outcome = await await_user_code(self._environment.run(prompt, policy))
         except LimitReachedError as error:
-            raise LimitReachedError(str(error)) from None  # may be a subclass, but the class's name is what is sent
+            raise LimitReachedError(str(error)) from None  # may be a subclass; only the class's name is sent
         return check_outcome(outcome, f"{type(self._environment).__name__}.run()")
 
     async def _finish(self) -> None:

@@ -48,11 +48,11 @@ class WorkerEnvironment(Environment):
     the first trajectories, or with :meth:`check`.
 
     Args:
-        environment: dotted path of its class, which only the workers import.
-        arguments: of the class, in plain types.
+        environment: dotted path of the environment's class, which only the workers import.
+        arguments: arguments of the class, in plain types.
         num_workers: number of processes.
-        max_trajectories: maximum number of concurrent trajectories of a process; the time of waiting ones does not
-            count.
+        max_trajectories: maximum number of concurrent trajectories of a process; the time for which others wait does
+            not count.
         python: path of the workers' interpreter, such as that of another virtual environment: Python 3.10 or later with
             msgpack; None for this process's.
         hang_timeout: maximum seconds for which code may block a process's event loop.
@@ -61,8 +61,8 @@ class WorkerEnvironment(Environment):
 
     Attributes:
         name: the environment's name in errors.
-        key: its configuration key and value, in errors.
-        prefix: of the configuration keys of its settings.
+        key: the environment's configuration key and value, in errors.
+        prefix: prefix of the configuration keys of the environment's settings.
     """
 
     prefix = "environment"
@@ -116,12 +116,12 @@ class WorkerEnvironment(Environment):
             await found[1].close()
 
     async def run(self, prompt: Prompt, policy: Policy, methods: Mapping[str, Method] | None = None) -> Outcome:
-        """Make one trajectory in the least loaded worker; its deadlines begin when the worker has room for it.
+        """Make one trajectory in the least loaded worker; deadlines start when the worker takes it.
 
         Raises:
-            LimitReachedError: the sequence has no room for another turn.
+            LimitReachedError: the sequence has its maximum length.
             RunError: an error that concerns all trajectories.
-            TrajectoryLostError: its worker ended or hung.
+            TrajectoryLostError: the trajectory's worker ended or hung.
         """
         pool = self._get_pool()
         errors: list[RunError] = []
@@ -173,7 +173,7 @@ class WorkerEnvironment(Environment):
         return self._pool[1]
 
     def _describe_end(self, pool: WorkerPool, error: WorkerLostError) -> tuple[str, str]:
-        """Return how a trajectory's worker exited, as one line and with the stacks of its threads.
+        """Return how a trajectory's worker exited: as one line, and with the stacks of the worker's threads.
 
         Raises an EnvironmentFailedError if too many have ended in a row.
         """
@@ -190,7 +190,7 @@ class WorkerEnvironment(Environment):
         return line, details
 
     def _describe_start(self, error: ProcessStartError | OSError) -> ConfigError:
-        """Return why a worker did not start: its environment's own error if there is one."""
+        """Return the error of a worker that did not start: its environment's own error if there is one."""
         cause = error.__cause__
         if isinstance(cause, RemoteError):
             is_mistake = cause.type_name == ConfigError.__name__
@@ -241,9 +241,9 @@ def check_interpreter(
     """Raise a ConfigError if an interpreter cannot run workers.
 
     Args:
-        python: its path.
+        python: path of the interpreter.
         oldest: minimum Python version.
-        needs: module that it must be able to import.
+        needs: module that the interpreter must be able to import.
         install: arguments of ``pip install`` for the module.
     """
     what = f"environment.python={python}"

@@ -1,8 +1,8 @@
 """Measures the bytes of activations by running the model's code on fake tensors, which have no memory.
 
 A formula would have to be adapted to each architecture. Instead, two and then three layers of the model run forward and
-backward on fake tensors of a micro-batch's size, and the bytes of all live storages are counted. Each further layer
-needs the difference between both.
+backward on fake tensors of a micro-batch's size, and the bytes of all live storages are counted. The difference is what
+each further layer needs.
 
 For its backward a layer of Qwen3 keeps, in bytes a token without checkpointing (``E`` hidden size, ``H`` query heads,
 ``K`` key/value heads, ``D`` head size, ``I`` intermediate size):
@@ -11,9 +11,9 @@ For its backward a layer of Qwen3 keeps, in bytes a token without checkpointing 
     + 6HD + 6KD (queries' and keys' norms) + 4HD + 4KD + 4H (attention, its log-sum-exps) + 8I (feed-forward)
 
 and the norms' reciprocals. With torch 2.11 keys and values are repeated for the attention kernel: 8HD in place of 4HD +
-4KD. With checkpointing each layer keeps its input, E of the residual stream's dtype, and one layer at a time all of
-this. A compiled layer keeps less, since the backward recomputes cheap operations such as norms, activation functions
-and casts; the compiler's partitioner, applied to the layer's graph, tells which.
+4KD. With checkpointing each layer keeps only its input, E of the residual stream's dtype; one layer at a time keeps all
+of the above. A compiled layer keeps less, since the backward recomputes cheap operations such as norms, activation
+functions and casts; which ones is taken from the compiler's partitioner, applied to the layer's graph.
 """
 
 import copy
@@ -52,13 +52,13 @@ CUDA_ATTENTION = "rlightning_packed_as_on_cuda"
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes of the decoder's forward and backward, without weights and gradients; may be fractions.
+    """Bytes of activations in the decoder's forward and backward, without weights and gradients; may be fractions.
 
     Attributes:
-        kept: between forward and backward, including the last hidden states.
-        forward: at the peak of the forward pass.
-        backward: at the peak of the backward pass.
-        scoring: at the peak of a forward pass without gradient.
+        kept: bytes kept between forward and backward, including the last hidden states.
+        forward: bytes at the peak of the forward pass.
+        backward: bytes at the peak of the backward pass.
+        scoring: bytes at the peak of a forward pass without gradient.
     """
 
     kept: float
@@ -89,13 +89,13 @@ class Decoder:
     adapter_targets: tuple[str, ...] = ()
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which forward passes run."""
+        """Return the context manager in which forward passes run."""
         return torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if self.is_autocast else nullcontext()
 
 
 @cache_by_config
 def fit_activations(config: PreTrainedConfig, decoder: Decoder, longest: int) -> tuple[Bytes, Bytes]:
-    """Return activations as a linear function of a micro-batch's tokens: [4] bytes at zero tokens, [4] a token.
+    """Return activations as a linear function of a micro-batch's tokens: [4] bytes at zero tokens, [4] for each token.
 
     The micro-batch has sequences of ``longest`` tokens; raises the errors of :func:`measure_activations`.
     """
@@ -111,7 +111,7 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
     layers only the kept bytes are measured separately; temporary bytes are assumed to be the same as without compiling.
 
     Raises:
-        ConfigError: if the model's code needs tensors' values, as some routing to experts does.
+        ConfigError: the model's code needs the values of tensors, as the routing of some mixtures of experts does.
     """
 
     def trace_layer(kind: int, decoder: Decoder) -> tuple[Bytes, Bytes]:
@@ -132,7 +132,7 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
             eager = trace_layer(kind, replace(decoder, gradient_checkpointing=False))[0] if is_checkpointed else layer
             compiled = trace_compiled(reduce([kind]), replace(decoder, gradient_checkpointing=False), tokens, longest)
             saved = max(eager @ KEPT - compiled, 0)
-            if is_checkpointed:  # the backward has the activations of a layer at a time
+            if is_checkpointed:  # the backward has the activations of one layer at a time
                 beside -= saved * BACKWARD
             else:
                 layer -= saved * UPDATE
@@ -143,7 +143,7 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
 
 @cache_by_config
 def _trace(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> Bytes:
-    """Return the bytes of all layers of a :func:`shrink`-ed configuration, run eagerly; cached."""
+    """Return the bytes of activations of all layers of a :func:`shrink`-ed configuration, uncompiled; cached."""
     with _fake_model(config, decoder, tokens, longest) as (model, inputs, live):
         if decoder.gradient_checkpointing:
             checkpoint_layers(model, config.get_text_config().num_hidden_layers)
@@ -168,7 +168,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 @cache_by_config
 def trace_compiled(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> int:
-    """Return the bytes that the single layer of a :func:`shrink`-ed configuration keeps for backward when compiled."""
+    """Return the bytes that the only layer of a :func:`shrink`-ed configuration keeps for backward if compiled."""
     given: dict[str, Any] = {}
     num_bytes = 0
 
@@ -190,7 +190,7 @@ def trace_compiled(config: PreTrainedConfig, decoder: Decoder, tokens: int, long
         compiled = aot_function(
             lambda weights, hidden, others: functional_call(layer, weights, (hidden,), others),
             fw_compiler=count,
-            bw_compiler=boxed_nop,  # type: ignore[arg-type]  # typed for fewer inputs than it takes
+            bw_compiler=boxed_nop,  # type: ignore[arg-type]  # typed for fewer inputs than it accepts
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),
         )
@@ -213,7 +213,7 @@ def _fake_model(
     """Yield the model, its inputs and a byte counter, in a mode in which tensors have no memory."""
     length = min(longest, tokens)
     try:
-        # While a strategy has a model made, tensors are by default on its device, which autocast here does not know.
+        # While a strategy builds a model, the default device is the strategy's, for which autocast is not enabled here.
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
@@ -230,8 +230,8 @@ def _fake_model(
             with LiveBytes([*model.parameters(), *model.buffers(), ids, bounds]) as live:
                 yield model.eval(), inputs, live  # no dropout, as in training
     except (RuntimeError, AssertionError, TypeError, ValueError, LookupError, AttributeError) as error:
-        # Where code asks for a value, or for an operator that is not for a CPU, and where fewer layers do not fit
-        # together; torch's partitioner has asserts, too.
+        # Code that needs a value, an operator that the CPU lacks, or fewer layers that do not fit together; torch's
+        # partitioner has assertions, too.
         lines = str(error).strip().splitlines() or [""]
         raise ConfigError(
             f"The memory of a {config.model_type} cannot be planned: its code does not run without values "
@@ -245,7 +245,7 @@ class AdaptedLinear(nn.Module):
 
     Args:
         base: the frozen layer.
-        rank: of the adapter.
+        rank: rank of the adapter.
     """
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
@@ -290,7 +290,7 @@ class LiveBytes(TorchDispatchMode):
         """Reset the peak to the bytes that are allocated now."""
         self.peak = self.now
 
-    # Typed as torch types it.
+    # Typed as in torch.
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_product = func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16
         result = grouped_product(*args, **kwargs or {}) if is_product else func(*args, **(kwargs or {}))
@@ -313,7 +313,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def grouped_product(left: Tensor, right: Tensor, offs: Tensor, **kwargs: object) -> Tensor:
-    """Stands in for torch's grouped matrix product of experts on fake tensors if the dtype is not bfloat16."""
+    """Replacement for torch's grouped matrix product of experts on fake tensors of a dtype other than bfloat16."""
     if right.ndim == 3:  # tokens times each expert's weights
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])  # the gradient of the weights
@@ -342,7 +342,7 @@ def layer_lists(text_config: PreTrainedConfig) -> dict[str, list[object]]:
 def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: int) -> PreTrainedConfig:
     """Return a configuration with only the given layers, one rank's part of each, and a tiny vocabulary."""
     small = copy.deepcopy(config)
-    text_config: Any = small.get_text_config()  # each architecture's has attributes of its own
+    text_config: Any = small.get_text_config()  # each architecture has its own attributes
     heads, size = text_config.num_attention_heads, tensor_parallel_size
     if size > 1 or vars(text_config).get("head_dim", 0) is None:
         text_config.head_dim = head_size(config)
@@ -360,7 +360,7 @@ def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: in
 
 
 def _unscaled(rope: JsonObject) -> JsonObject:
-    """Return rotary settings without scaling, which takes no memory, but cannot run on fake tensors."""
+    """Return rotary settings without scaling, which needs no memory, but cannot run on fake tensors."""
     if any(isinstance(value, dict) for value in rope.values()):
         return {kind: _unscaled(value) for kind, value in rope.items()}
     return {**rope, "rope_type": "default"}

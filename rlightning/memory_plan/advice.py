@@ -1,4 +1,4 @@
-"""Sentences about what does not fit, and which key to change."""
+"""Sentences that say which phases do not fit in memory, and which configuration keys to change."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ MORE_ROOM = "spread it over more devices by rollout.engine.tensor_parallel_size,
 
 
 def advise(plan: MemoryPlan) -> list[str]:
-    """Return a sentence for each phase that does not fit."""
+    """Return a sentence for each phase that does not fit in memory."""
     update = advise_update(plan)
     if update and _asleep(plan).with_work(gradient_checkpointing=True).largest_microbatch() < plan.work.longest:
         return [*update, "Then plan again: the engine's room depends on it."]
@@ -22,7 +22,7 @@ def advise(plan: MemoryPlan) -> list[str]:
 
 
 def advise_update(plan: MemoryPlan) -> list[str]:
-    """Return the cheapest change that makes the update fit; empty if it fits."""
+    """Return the smallest change of settings that makes the update fit, as sentences; empty if it fits."""
     work, needed = plan.work, plan.update().total
     if needed <= plan.device_memory:
         return []
@@ -41,7 +41,7 @@ def advise_update(plan: MemoryPlan) -> list[str]:
 
 
 def _suggest_microbatch(plan: MemoryPlan) -> int:
-    """Return the size of a micro-batch that fits and has room for the longest sequence; 0 if there is none."""
+    """Return the largest micro-batch, in tokens, that fits and holds the longest sequence; 0 if there is none."""
     longest, largest = plan.work.longest, plan.largest_microbatch()
     return max(largest // ROUND_TOKENS * ROUND_TOKENS, longest) if largest >= longest else 0
 
@@ -79,7 +79,7 @@ def advise_scoring(plan: MemoryPlan) -> list[str]:
 
 
 def advise_engine(plan: MemoryPlan) -> list[str]:
-    """Return changes that make the engine, or the sampler in the trainer's process, fit beside the trainer."""
+    """Return changes that make the engine, or the sampler in the trainer's process, fit together with the trainer."""
     memory = plan.device_memory
     if plan.work.engine is None:
         return []

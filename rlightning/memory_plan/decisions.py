@@ -25,7 +25,7 @@ ACTOR = "actor"
 
 
 class PlannedRole(Protocol):
-    """The parts of a :class:`~rlightning.module.roles.ModelRole` that a plan uses; that module imports this."""
+    """The parts of a :class:`~rlightning.module.roles.ModelRole` that a plan uses."""
 
     optimizer: AdamWSettings | None
     config: PreTrainedConfig | None
@@ -67,7 +67,7 @@ class AdaptedModule(Protocol):
 
 
 def read_run(trainer: Trainer, module: object) -> Work:
-    """Return the work of a run whose devices are set up; raises a ConfigError for unsupported settings."""
+    """Return what a run computes, after its devices are set up; raises a ConfigError for unsupported settings."""
     if not isinstance(module, PlannedModule) or module.plan is None:
         raise ConfigError(f"{type(module).__name__} has no plan of a step's batch")
     strategy, roles = trainer.strategy, dict(module.configure_roles())
@@ -103,7 +103,8 @@ def read_run(trainer: Trainer, module: object) -> Work:
 def plan_run(trainer: Trainer, module: object) -> MemoryPlan:
     """Return the memory plan of a run on the trainer's CUDA device; see :func:`read_run`.
 
-    ``torch.cuda.set_per_process_memory_fraction`` reduces the plan's memory. An engine's share refers to all memory.
+    ``torch.cuda.set_per_process_memory_fraction`` reduces the trainer's memory; an engine's share is of the device's
+    whole memory.
     """
     work, device = read_run(trainer, module), trainer.strategy.root_device
     total = torch.cuda.get_device_properties(device).total_memory
@@ -134,10 +135,11 @@ def check_engine(trainer: object, module: object) -> None:
 def decide_checkpointing(trainer: Trainer, module: ConfiguredModule) -> tuple[int, str]:
     """Return how many layers ``gradient_checkpointing="auto"`` checkpoints on the CUDA device, and why.
 
-    All layers if the module is no :class:`PlannedModule`.
+    For a module that is not a :class:`PlannedModule`, all layers.
 
     Raises:
-        ConfigError: if the update would not fit with all layers; with the arithmetic, and the keys that would help.
+        ConfigError: the update would not fit even with all layers checkpointed; the message has the arithmetic, and the
+            keys that would help.
     """
     try:
         plan = plan_run(trainer, module)

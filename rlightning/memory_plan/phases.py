@@ -30,7 +30,7 @@ MOVES = (STATE, STATE | MODELS)
 
 
 def _part(kind: str = "", name: str = "") -> int:
-    """Return a field of PhaseBytes. Kind "transient": freed within the phase; "engine": in the engine's share."""
+    """Return a field of PhaseBytes. Kind "transient" is freed within the phase, "engine" is in the engine's share."""
     part: int = field(default=0, metadata={"kind": kind, "name": name})
     return part
 
@@ -94,11 +94,11 @@ class MemoryPlan:
     device_memory: int
 
     def with_work(self, **changes: Any) -> "MemoryPlan":
-        """Return the plan with changes to the work, on the same device."""
+        """Return the plan of a run with these fields of :class:`Work` changed, on the same device."""
         return replace(self, work=replace(self.work, **changes))
 
     def with_engine(self, **changes: Any) -> "MemoryPlan":
-        """Return the plan with changes to the engine."""
+        """Return the plan of a run with these properties of the engine changed."""
         assert self.work.rollout is not None
         return self.with_work(rollout=replace(self.work.rollout, engine=replace(self.engine, **changes)))
 
@@ -109,7 +109,7 @@ class MemoryPlan:
 
     @property
     def engine(self) -> EngineMemory:
-        """The engine's memory; only if there is an engine on the device."""
+        """The engine's memory; access it only if there is an engine on the device."""
         assert self.work.engine is not None
         return self.work.engine
 
@@ -120,7 +120,7 @@ class MemoryPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a full micro-batch."""
+        """Number of tokens of a full micro-batch."""
         return self.work.batch.max_tokens_per_microbatch
 
     # The phases of a step
@@ -196,16 +196,16 @@ class MemoryPlan:
         return self._with_awake_engine(self._resting(away))
 
     def start(self) -> PhaseBytes:
-        """Return the peak of the engine's start, beside models that were just loaded and not offloaded."""
+        """Return the peak of the engine's start, while the loaded models are not yet offloaded."""
         return self._with_awake_engine(replace(self._models, optimizer_state=0, weight_bucket=0))
 
     def _resting(self, away: frozenset[str]) -> PhaseBytes:
-        """Return the trainer's bytes between two updates, with an emptied cache and without the parts ``away``."""
+        """Return the trainer's bytes between two updates, with an empty allocator cache, without the parts ``away``."""
         return replace(self._models, allocator_slack=EMPTIED_CACHE_BYTES, **dict.fromkeys(away, 0))
 
     @cached_property
     def _models(self) -> PhaseBytes:
-        """Return the parts of all phases, including all parts of an engine that cannot sleep."""
+        """Return the parts that exist in all phases, including all of an engine that cannot sleep."""
         trainer, engine = self.trainer, self.work.engine
         parts = PhaseBytes(
             parameters=trainer.parameters(),
@@ -224,7 +224,7 @@ class MemoryPlan:
     # Settings derived from the sizes
 
     def count_checkpointed_layers(self) -> int:
-        """Return the number of checkpointed layers; for "auto" the fewest that leave ``FREE_SHARE`` free, or all."""
+        """Return the number of checkpointed layers; for "auto" the fewest that leave ``FREE_SHARE`` of memory free."""
         wanted, num_layers = self.work.gradient_checkpointing, self.trainer.num_layers
         if wanted != "auto":
             return num_layers if wanted else 0
@@ -249,13 +249,13 @@ class MemoryPlan:
         return PhaseBytes(**{name: sizes[name] for name in self.away()})
 
     def largest_microbatch(self) -> int:
-        """Return the maximum tokens of a micro-batch that fits, with all layers checkpointed for "auto"; or 0."""
+        """Return the maximum tokens of a micro-batch that fits, for "auto" with all layers checkpointed; 0 if none."""
         checkpointed_layers = self.trainer.num_layers if self.work.gradient_checkpointing else 0
         sizes = range(1, (1 << 24) + 1)
         return bisect_right(sizes, self.device_memory, key=lambda n: self.update_of(n, checkpointed_layers).total)
 
     def longest_sequence(self) -> int:
-        """Return the length of the longest sequence that fits micro-batch, suggested KV cache and position encoding."""
+        """Return the length of the longest sequence that fits micro-batch, KV cache and the model's positions."""
         positions: int | None = read_setting(self.work.config, "max_position_embeddings")
         limits = [self.largest_microbatch(), positions or 1 << 30]
         if self.has_engine_share:
@@ -265,7 +265,7 @@ class MemoryPlan:
         return min(limits)
 
     def available_utilization(self) -> float:
-        """Return the share of the device that the engine can have, in hundredths, rounded down; may be < 0."""
+        """Return the share of the device that the engine can have, rounded down to hundredths; may be negative."""
         awake = [self.start(), self.generate()]
         if not self.engine.can_sleep:
             awake += [self.update(), self.score()] if self.work.is_scored else [self.update()]
@@ -273,7 +273,7 @@ class MemoryPlan:
         return (self.device_memory - beside) * 100 // self.device_memory / 100
 
     def suggested_utilization(self) -> float | None:
-        """Return the share with which all sequences fit at full length, or else the available one; None without one."""
+        """Return the share with which all sequences fit at full length, else the available share; None for no share."""
         engine = self.engine
         wanted = engine.weights + engine.activations + engine.max_sequences * engine.sequence
         share = min(-(-wanted * 100 // self.device_memory) / 100, self.available_utilization(), 0.95)

@@ -54,7 +54,7 @@ def describe_others(plan: MemoryPlan) -> str:
 
 
 def describe_spread(parallelism: Parallelism) -> str:
-    """Return a clause about how models are distributed over several ranks; "" for a single rank."""
+    """Return a clause about how models are distributed over ranks; "" for a single rank."""
     spread = {"single": "", "ddp": ", a copy each", "fsdp": f", shards of {parallelism.shard_size}"}[parallelism.kind]
     if parallelism.tensor_parallel_size > 1:
         spread += f", tensor-parallel over {parallelism.tensor_parallel_size}"
@@ -77,7 +77,7 @@ def describe_phases(plan: MemoryPlan) -> str:
 
 
 def sum_up(phase: str, parts: PhaseBytes) -> str:
-    """Return one line with the sum of a phase's parts."""
+    """Return one line with the total bytes of a phase, and its parts."""
     sizes = " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.by_name().items())
     return f"GiB in {phase}: {sizes} = {parts.total / GIB:.1f}"
 
@@ -96,7 +96,7 @@ def format_phases(plan: MemoryPlan) -> str:
 
 
 def format_limits(plan: MemoryPlan) -> str:
-    """Return the largest possible updates by the settings that limit them."""
+    """Return lines with the largest update that is possible for each limiting setting."""
     parallelism = plan.work.parallelism
     is_sharded = parallelism.kind == "fsdp"
     rows = [["gradient_checkpointing", *(["reshard_after_forward"] if is_sharded else [])]]

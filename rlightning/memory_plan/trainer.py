@@ -58,7 +58,7 @@ class TrainerMemory:
 
     @cached_property
     def _trained(self) -> list[tuple[Weights, OptimizerStates]]:
-        """Parameter counts of the trained models, the actor first, each with its optimizer-state format."""
+        """The trained models, the actor first: parameter counts, and format of the optimizer state."""
         others = (
             (self._count(role.config), role.optimizer_states)
             for role in self.work.others
@@ -80,7 +80,7 @@ class TrainerMemory:
 
     @property
     def _held(self) -> int:
-        """Bytes of a rank's trained parameters, or of its shard of them."""
+        """Bytes of the trained parameters that a rank stores: all, or its shards."""
         return self.work.master_itemsize * sum(weights.held for weights, _ in self._trained)
 
     @property
@@ -91,7 +91,7 @@ class TrainerMemory:
     def _is_state_on_host(self) -> bool:
         return self.work.parallelism.cpu_offload != "none"
 
-    # Memory that is held throughout
+    # Memory that is used in all phases
 
     def parameters(self) -> int:
         """Return the bytes of trained parameters."""
@@ -106,7 +106,7 @@ class TrainerMemory:
         return self.work.compute_itemsize * held + self._base()
 
     def _base(self) -> int:
-        """Return the bytes of an adapter's base, which may be quantised; 0 without an adapter."""
+        """Return the bytes of an adapter's base model, which may be quantised; 0 without an adapter."""
         lora, itemsize = self.work.adapter, self.work.compute_itemsize
         if lora is None:
             return 0
@@ -124,7 +124,7 @@ class TrainerMemory:
         return sum(int(bytes_per_parameter(states, itemsize) * weights.held) for weights, states in self._trained)
 
     def moments_at_a_time(self) -> int:
-        """Return the bytes of the moments that an optimizer step decodes or copies to the device at a time."""
+        """Return the bytes of the moments that an optimizer step decodes, or copies to the device, at the same time."""
         if self._is_on_host:
             return 0
         number = 2 * self.work.master_itemsize
@@ -133,7 +133,7 @@ class TrainerMemory:
         return max((min(max(StoredMomentsAdamW.bytes_at_a_time, largest), most) for most, largest in sizes), default=0)
 
     def gradients(self) -> int:
-        """Return the bytes of gradients, and of copies that a strategy keeps."""
+        """Return the bytes of gradients, and of the copies of them that a strategy keeps."""
         parallelism = self.work.parallelism
         total = 0 if self._is_on_host else self._held
         if parallelism.has_gradient_buckets:
@@ -145,7 +145,7 @@ class TrainerMemory:
     # Memory of single phases
 
     def gathered_parameters(self) -> int:
-        """Return the bytes that FSDP gathers at a time: embedding, output layer, and two layers or all."""
+        """Return the bytes that FSDP has gathered at the same time: embedding, output layer, and two layers or all."""
         parallelism = self.work.parallelism
         if parallelism.kind != "fsdp":
             return 0
@@ -180,12 +180,13 @@ class TrainerMemory:
 
         Included are the selected hidden states [T, E] with their gradient, the output layer's gradient [V, E] in
         float32, and under autocast its weights in bfloat16. The gradient may be cast at the end, when the logits are
-        freed. Truncated sampling adds the logits of the supports.
+        freed. With truncated sampling, the logits of each token's support (the tokens that top-p and top-k leave) are
+        added.
         """
         work, head, text_config = self.work, self.weights.head, self.work.config.get_text_config()
         row: int = work.compute_itemsize * -(-text_config.vocab_size // work.parallelism.tensor_parallel_size)
         states: int = work.compute_itemsize * tokens * text_config.hidden_size
-        is_cast = work.is_autocast and self.adapter is None  # a frozen one is held as it is computed with
+        is_cast = work.is_autocast and self.adapter is None  # a frozen model is stored in the dtype of its computation
         chunk = row * min(tokens, chunk_tokens(row)) + (work.compute_itemsize * head if is_cast else 0)
         if not has_gradient:
             return chunk + states
@@ -208,7 +209,7 @@ class TrainerMemory:
         return int(activations.backward - activations.kept) + waiting + whole + self._decoding()
 
     def _decoding(self) -> int:
-        """Return the bytes of a quantised base's matrix that is decoded for forward and backward."""
+        """Return the bytes of a quantised base model's matrix that is decoded for forward and backward."""
         layers = {} if self.work.adapter is None else self.work.adapter.quantized
         return COMPUTING_BYTES * max((math.prod(sizes) for sizes in layers.values()), default=0)
 
@@ -223,7 +224,7 @@ class TrainerMemory:
         return 4 if self.work.is_autocast else self.work.compute_itemsize
 
     def activations(self, tokens: int, checkpointed_layers: int = 0) -> ActivationBytes:
-        """Return the actor's activations for a micro-batch, with the first layers checkpointed.
+        """Return the bytes of the actor's activations for a micro-batch, with the first layers checkpointed.
 
         The backward begins with the other layers, which therefore determine its peak.
         """

@@ -42,11 +42,12 @@ class RolloutMemory:
     """The memory that sampling takes on a rank's device.
 
     Attributes:
-        engine: on the rank's device; None if it has devices of its own.
-        bucket_bytes: of the buffer for sending weights (:func:`~rlightning.rollout.weights.plan_chunks`); 0 if they are
-            gathered directly into the sampler's weights.
+        engine: the engine on the rank's device; None if engines have other devices.
+        bucket_bytes: bytes of the buffer for sending weights (:func:`~rlightning.rollout.weights.plan_chunks`); 0 if
+            they are gathered directly into the sampler's weights.
         itemsize: bytes of an element of the sent weights.
-        max_support: maximum tokens of a sampled token's support; 0 if sampling is not truncated.
+        max_support: maximum number of tokens that top-p and top-k leave for a sampled token; 0 if sampling is not
+            truncated.
     """
 
     engine: EngineMemory | None = None
@@ -57,7 +58,7 @@ class RolloutMemory:
 
 @runtime_checkable
 class PlannedRollout(Protocol):
-    """The parts of the callback that samples completions that a plan uses."""
+    """The parts of a rollout callback that a plan uses."""
 
     sampling: Sampling
 
@@ -81,7 +82,7 @@ class Parallelism:
     Attributes:
         kind: one device, a copy on each rank (DDP), or shards (FSDP).
         ranks: number of all ranks.
-        tensor_parallel_size: see :class:`~rlightning.parallel.FSDP` for this and the next four.
+        tensor_parallel_size: see :class:`~rlightning.parallel.FSDP`, also for the next four.
         shard_size: number of data-parallel ranks that share one copy; all except in hybrid sharding.
         has_gradient_buckets: whether DDP keeps buckets in addition to the gradients.
     """
@@ -97,7 +98,7 @@ class Parallelism:
 
     @classmethod
     def of(cls, strategy: Strategy, ranks: int) -> "Parallelism":
-        """Read the parallelism from a strategy that has its devices."""
+        """Read the parallelism from a strategy whose devices are set up."""
         if isinstance(strategy, FSDP):
             return cls(
                 kind="fsdp",
@@ -116,11 +117,11 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMemory:
-    """A model beside the actor, such as a reference or a critic.
+    """A model other than the actor, such as a reference or a critic.
 
     Attributes:
-        name: of its role.
-        config: None if it is no Hugging Face model, whose size is unknown.
+        name: name of the model's role.
+        config: its Hugging Face configuration; None for any other model, whose size is unknown.
         optimizer_states: format of AdamW's moments; None if the model is frozen.
         gradient_checkpointing: whether activations are recomputed in all layers, none, or the actor's share of layers.
     """
@@ -141,7 +142,7 @@ class Work:
         others: models other than the actor.
         batch: numbers of prompts, samples and tokens of a step.
         longest: tokens of the longest sequence, prompt and completion.
-        precision: by Lightning's name.
+        precision: Lightning's name of the precision.
         gradient_checkpointing: whether activations of the actor are recomputed in all layers, none, or as few as fit.
         is_compiled: whether layers are compiled.
         optimizer_states: format of the actor's moments.
@@ -166,7 +167,7 @@ class Work:
     moved_each_step: frozenset[str] = frozenset()
 
     def beside(self, callbacks: Iterable[object], max_prompt_tokens: int) -> "Work":
-        """Return the work with the memory effects of callbacks that sample completions or offload memory.
+        """Return the same work with the memory that callbacks add or free: sampling completions, offloading.
 
         Raises a ConfigError if the engines cannot be planned.
         """

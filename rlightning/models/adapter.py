@@ -37,11 +37,11 @@ class Adapter:
     """The user's settings of an adapter: it trains low-rank additions to frozen matrices (LoRA, arXiv:2106.09685).
 
     Attributes:
-        rank: of the additions; None for the folder's, or 32.
-        alpha: the additions are scaled by ``alpha / rank``; None for the folder's, or twice the rank.
-        target_modules: names of linear layers, or endings of names such as ``q_proj``; None for the folder's, or
+        rank: rank of the low-rank additions; None for that of the folder ``path``, or 32.
+        alpha: the additions are scaled by ``alpha / rank``; None for that of the folder, or twice the rank.
+        target_modules: names of linear layers, or endings of names such as ``q_proj``; None for those of the folder, or
             "all-linear", which is all linear layers in the model's blocks.
-        use_rslora: scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732); None for the folder's, or no.
+        use_rslora: scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732); None for the value of the folder, or False.
         path: a folder in PEFT's format with initial values; None for additions of zero.
         quantize_base: store the frozen matrices of the model's blocks in 8 bits ("int8") or 4 ("nf4"), by torchao; None
             for the dtype of the computation.
@@ -145,11 +145,11 @@ def import_peft() -> ModuleType:
 
 
 def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> LoRA:
-    """Return the adapter's settings for a model, from the model's configuration and the adapter's folder alone.
+    """Return an adapter's settings for a model, from the model's configuration and the adapter's folder alone.
 
     Raises:
-        ConfigError: for layers that the model does not have or that cannot be adapted, and for a folder of another base
-            or of an unsupported kind.
+        ConfigError: a layer does not exist in the model or cannot be adapted, or the folder's adapter has another base
+            model or is of an unsupported kind.
     """
     if adapter.quantize_base is not None:
         import_torchao(adapter.quantize_base)
@@ -188,7 +188,7 @@ def _read_keys(adapter: Adapter, layers: Mapping[str, tuple[int, int]], config: 
 
 
 def check_parallel(lora: LoRA, *, is_sharded: bool, tensor_parallel_size: int = 1) -> None:
-    """Raise a ConfigError if a model that is sharded, or split by tensor parallelism, cannot train the adapter."""
+    """Raise a ConfigError if the adapter cannot be trained in a sharded model, or under tensor parallelism."""
     if tensor_parallel_size > 1:
         raise ConfigError(
             f"model.adapter cannot be trained with tensor_parallel_size={tensor_parallel_size}. Use 1, which "
@@ -215,7 +215,7 @@ def linear_layers(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
 def match_targets(
     targets: str | Sequence[str], layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig
 ) -> dict[str, tuple[int, int]]:
-    """Return the linear layers that match an adapter's targets, each a full name or the end of one."""
+    """Return the linear layers that match a target, which is a layer's full name or the end of one."""
     wanted = [targets] if isinstance(targets, str) else list(targets)
     for target in wanted:
         if not any(is_match(name, target) for name in layers):
@@ -230,7 +230,7 @@ def match_targets(
 
 
 def is_match(name: str, target: str) -> bool:
-    """Return whether a module's name equals a target or ends with it, PEFT's rule for lists of targets."""
+    """Return whether a module's name is a target or ends with ``.`` and the target, as in PEFT's lists of targets."""
     return name == target or name.endswith(f".{target}")
 
 
@@ -284,7 +284,7 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
 
 
 def _check_kind(where: str, settings: Mapping[str, object], usual: Mapping[str, object]) -> None:
-    """Raise a ConfigError that names the setting for a variant of LoRA with another computation."""
+    """Raise a ConfigError for a variant of LoRA: a setting with another than its ``usual`` value, which is named."""
     for name, value in settings.items():
         if name not in READ and value != usual.get(name) and value not in (None, [], {}, False):
             raise ConfigError(f"{where} has {name}={cut_line(value)}, which is not trained here: plain LoRA alone is.")
@@ -297,7 +297,7 @@ def _check_kind(where: str, settings: Mapping[str, object], usual: Mapping[str, 
 
 
 def _check_base_name(where: str, base: str | None, model: str) -> None:
-    """Raise a ConfigError if an adapter's base has another name; only the last part counts: folders may move."""
+    """Raise a ConfigError if the base model's name differs; only its last part is compared, since folders may move."""
     if base and Path(base).name != Path(model).name:
         raise ConfigError(
             f"{where} is an adapter of '{base}', and model='{model}' is another base. Name its own base in model, or "

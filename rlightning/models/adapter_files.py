@@ -19,14 +19,14 @@ BASE_DIGEST = "base_digest"
 
 
 def stored_name(module: str, factor: str) -> str:
-    """Return the name in PEFT's files of a layer's low-rank factor "A" or "B"."""
+    """Return the name that PEFT's files use for a layer's low-rank factor "A" or "B"."""
     return f"base_model.model.{module}.lora_{factor}.weight"
 
 
 def base_digest(model: str) -> str:
-    """Return a digest that identifies a base model: of the first rows of each weight, by name.
+    """Return a digest that identifies a base model, computed from the first rows of each weight.
 
-    It does not depend on how weights are divided into files. "" if the weights are not in safetensors files.
+    The digest does not depend on how weights are divided into files. It is "" if they are not in safetensors files.
     """
     digest, files = hashlib.sha256(), find_weights(model)
     with ExitStack() as opened:
@@ -45,8 +45,8 @@ def check_files(shapes: Mapping[str, tuple[int, int]], folder: Path, model: str)
     """Check that a folder's weights have the names and ``shapes`` of an adapter, without reading the values.
 
     Raises:
-        ConfigError: names the first weight that is missing, unknown or of another shape; or the adapter was trained on
-            a base with other values.
+        ConfigError: a weight is missing, unknown or of another shape (the first one is named), or the adapter was
+            trained on a base model with other values.
     """
     where = f"adapter.path='{folder}'"
     try:

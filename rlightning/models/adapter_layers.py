@@ -94,9 +94,9 @@ def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def adapter_off(policy: nn.Module) -> Iterator[None]:
-    """Context in which the policy computes with its base weights alone, without gradients."""
+    """Context manager in which the policy computes with its base weights alone, without gradients."""
     layers = [layer for _, layer in adapted_layers(policy)]
-    # Not PEFT's enable_adapters(), which says of the adapter's weights that they are not trained: FSDP may ask then.
+    # Not PEFT's enable_adapters(), which marks the adapter's weights as frozen, and FSDP may read that mark meanwhile.
     for layer in layers:
         layer._disable_adapters = True
     assert all(layer.disable_adapters for layer in layers), "PEFT has another name for it"
@@ -109,8 +109,7 @@ def adapter_off(policy: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def merged_forward(policy: nn.Module) -> Iterator[None]:
-    """Context in which layers multiply once by the merged matrix in the base's dtype, as engines with merged weights
-    do.
+    """Context manager in which layers multiply by the merged matrix in the base's dtype, as such engines do.
 
     The merged matrix is rounded, unlike in training.
     """
@@ -134,7 +133,7 @@ def merged_forward(policy: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of base plus adapter by the base's names, one at a time.
+    """Yield the weights, with the adapter merged, under the base model's names, one at a time.
 
     Sharded weights stay sharded; a collective, since ``A`` is gathered.
     """
@@ -145,9 +144,9 @@ def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def computed_weights(policy: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """Return functions that compute the weights that are not stored as in the model's files, by the base's names.
+    """Return, by the base model's names, functions for the weights that must be computed to be written or sent.
 
-    These are matrices with a merged adapter, and dequantised matrices. The functions are collectives.
+    These are matrices into which the adapter is merged, and dequantised matrices. The functions are collectives.
     """
     coded = {name: module for name, module in policy.named_modules() if isinstance(module, CodedLinear)}
     computed: dict[str, Callable[[], Tensor]] = {
@@ -162,7 +161,7 @@ def merge(layer: AdaptedLinear) -> nn.Parameter:
     base, a, b = layer.base_layer.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     local = local_tensor(base.detach())
     whole = torch.empty(a.shape, dtype=torch.float32, device=local.device)
-    gather_into([whole], [a.detach()])  # base and B are cut alike, by their rows
+    gather_into([whole], [a.detach()])  # base and B are both sharded by rows
     merged = add_product(local, whole, local_tensor(b.detach()), layer.scaling[NAME])
     return nn.Parameter(with_local_tensor(base.detach(), merged), requires_grad=False)
 
@@ -176,7 +175,7 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 @contextmanager
 @torch.no_grad()
 def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
-    """Context in which each ``B`` has added noise, the same on all ranks, that clearly changes the layer's output."""
+    """Context manager that adds noise to each ``B``, equal on all ranks, which clearly changes the layer's output."""
     random = torch.Generator().manual_seed(0)
     saved: list[tuple[Tensor, Tensor]] = []
     try:
@@ -193,7 +192,7 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
 
 
 def perturbation_sizes(policy: nn.Module) -> list[float]:
-    """Return for each ``B`` the noise scale at which ``s B A`` has ``PERTURBATION`` times the norm of the base.
+    """Return for each ``B`` the scale of noise at which ``s B A`` has ``PERTURBATION`` times the base matrix's norm.
 
     A collective over the shards of all ranks.
     """

@@ -1,4 +1,4 @@
-"""Checks that a Hugging Face model can be trained: first the features that its class declares, then its results.
+"""Checks that a Hugging Face model can be trained: the features that its class declares, then its results.
 
 transformers passes any attention function to any model. Models that also mix tokens in other ways (a recurrent state, a
 convolution, a bias on attention scores) would run, but leak information between packed sequences.
@@ -42,9 +42,9 @@ _WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as 
 
 
 def check_config(model: str, config: PreTrainedConfig) -> None:
-    """Raise a ConfigError if an architecture declares a feature that packed sequences or fused log-probabilities lack.
+    """Raise a ConfigError for a feature of an architecture that packed sequences or fused log-probabilities lack.
 
-    The message names the feature. Weights need not be loaded.
+    The message names the feature. Weights are not needed.
     """
     try:
         cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -86,9 +86,9 @@ def check_config(model: str, config: PreTrainedConfig) -> None:
 @torch.no_grad()
 @exact_float32()
 def check_policy(model: str, policy: PreTrainedModel) -> None:
-    """Run two short sequences packed and separately, and raise a ConfigError if the results differ.
+    """Run two short sequences packed and separately; raise a ConfigError if the results differ.
 
-    Skipped in half precision, whose rounding errors would hide a difference, and computed without TF32 for that reason.
+    Skipped in half precision, and computed without TF32, whose rounding errors would hide a difference.
     """
     config = policy.config
     head: Any = policy.get_output_embeddings()
@@ -126,9 +126,9 @@ def not_finite(model: str, names: Sequence[str]) -> ConfigError:
 
 
 def check_architecture(model: str, config: PreTrainedConfig) -> None:
-    """Do the check of :func:`check_policy` on two small random layers of the same architecture, on the CPU.
+    """Do the check of :func:`check_policy` with two small random layers of the same architecture, on the CPU.
 
-    For a sharded model. The config is not modified.
+    Used for sharded models. The config is not modified.
     """
     check_policy(model, _build_small(config))
 
@@ -137,23 +137,23 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
 def can_share_prefixes(config: PreTrainedConfig, device_type: str = "cpu") -> bool:
     """Return whether shared prefixes may be computed once, by comparing results and gradients on two small layers.
 
-    False if tokens are mixed in other ways than by attention, such as convolutions and linear attention. On CUDA
-    bfloat16 is tested too, which has its own kernel.
+    False for models that mix tokens other than by attention, such as by convolutions or linear attention. On CUDA,
+    bfloat16 is tested too, since it has its own kernel.
     """
     dtypes = [torch.float32, torch.bfloat16] if device_type == "cuda" else [torch.float32]
     try:
-        # Not the dtype and the device of the strategy that this may run in, and gradients whatever runs now. Mixed
-        # precision around this would round products of the backward pass, too.
+        # Independent of the dtype and device of an active strategy, and with gradients enabled. Active mixed precision
+        # would round products of the backward pass, too.
         exact = torch.autocast(device_type, enabled=False)
         with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad(), exact, exact_float32():
             policy = nn.Module.to(_build_small(config), device_type)
             return all(_gives_the_same(policy, dtype) for dtype in dtypes)
-    except BUILD_ERRORS:  # its code takes no further arguments
+    except BUILD_ERRORS:  # its code accepts no further arguments
         return False
 
 
 def _gives_the_same(policy: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Return whether logits and gradients with shared prefixes are equal up to rounding."""
+    """Return whether logits and gradients are equal up to rounding with and without shared prefixes."""
     sequences = [torch.arange(3, 14), torch.tensor([3, 4, 5, 6, 7, 8, 40, 41]), torch.tensor([3, 4, 5, 50, 51, 52])]
     token_ids, lengths = torch.cat(sequences), [len(sequence) for sequence in sequences]
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -203,7 +203,7 @@ def _build_small(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def describe_traits(config: PreTrainedConfig) -> list[str]:
-    """Return an architecture's unusual features: possible causes if actor and engine disagree."""
+    """Return an architecture's unusual features, which may be the cause if actor and engine disagree."""
     scaled = sorted({rope["rope_type"] for rope in scaled_ropes(config)})
     layers = sorted(_layer_types(config) - {"full_attention"})
     policy = build_empty(config)

@@ -4,10 +4,10 @@ The model runs on one row of ``T`` tokens; only attention has to know where a se
 that is FlashAttention 4, or ``torch.nn.attention.varlen.varlen_attn`` where that is not installed or cannot be used
 (:mod:`~rlightning.models.flash_attention_4`). For what neither can do (:func:`varlen_obstacle`) queries, keys and
 values are padded to [N, longest] inside this function alone, which is exact: padding lies to the right of a causal
-sequence, so no real token sees it.
+sequence, so that no real token attends to it.
 
-All of them are traced by ``torch.compile`` into one graph for all numbers of tokens and sequences, so nothing here may
-branch on one.
+``torch.compile`` traces each of these functions into one graph for all numbers of tokens and sequences: no code here
+may branch on these numbers.
 
 Letters: ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``T`` tokens, ``N`` sequences, ``L`` the longest.
 """
@@ -46,9 +46,10 @@ def packed_inputs(
     Args:
         token_ids: [T].
         position_ids: [T].
-        cu_seqlens: [N+1] int32, where sequences begin, and ``T``.
-        max_length: ``L``, or more: an upper bound costs empty work, not correctness.
-        shared: computes ``U`` tokens only, in the order of ``shared.unique``.
+        cu_seqlens: [N+1] int32, the first token of each sequence, and ``T``.
+        max_length: ``L`` or more; a larger value only wastes computation.
+        shared: prefixes that sequences share, of which each is computed once: ``U`` tokens in the order of
+            ``shared.unique``.
     """
     if shared is not None:
         tensors = {"input_ids": token_ids[shared.unique][None], "position_ids": position_ids[shared.unique][None]}
@@ -81,26 +82,27 @@ def packed_attention(
     as_on_cuda: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence.
+    """Compute causal attention within each packed sequence.
 
     Args:
         module: the attention layer.
         query: [1, H, T, D].
         key: [1, K, T, D].
         value: [1, K, T, D].
-        attention_mask: None; transformers makes no mask for a function that it has no mask for.
+        attention_mask: None, since transformers creates no mask for this function.
         cu_seq_lens_q: see :func:`packed_inputs`.
-        max_length_q: see there.
-        cu_seq_lens_k: where sequences begin among their keys, which are more than their queries with shared prefixes.
-        max_length_k: see there.
-        key_places: [T], with shared prefixes: the one of [U] tokens whose key and value stand for each.
-        segments: with shared prefixes: see :class:`~rlightning.types.shared_prefixes.SharedPrefixes`.
-        max_segment: see there.
-        scaling: of the dot products; None is ``D ** -0.5``.
+        max_length_q: see :func:`packed_inputs`.
+        cu_seq_lens_k: the first key of each sequence; with shared prefixes there are more keys than queries.
+        max_length_k: the largest number of keys of a sequence, or more.
+        key_places: [T] with shared prefixes: for each key, the index of the token [U] that computes it.
+        segments: for shared prefixes, see :class:`~rlightning.types.shared_prefixes.SharedPrefixes`.
+        max_segment: see :func:`~rlightning.models.segment_attention.segment_attention`.
+        scaling: factor of the dot products; None for ``D ** -0.5``.
         dropout: must be 0: a policy's log-probabilities are not random.
-        sliding_window: how many tokens back a token sees, itself included; None is all.
-        as_on_cuda: whether to compute as on a GPU, whatever the device, to measure what that takes.
-        kwargs: of other attention functions; ``softcap`` and ``s_aux`` would change the result and are refused.
+        sliding_window: number of tokens that a token attends to, including itself; None for all earlier ones.
+        as_on_cuda: whether to choose the function for a GPU on any device, to measure its memory.
+        kwargs: arguments of other attention functions; ``softcap`` and ``s_aux``, which would change the result, are
+            rejected.
 
     Returns:
         [1, T, H, D], and no attention weights.
@@ -126,20 +128,20 @@ def packed_attention(
     if attend is not padded_attention and sliding_window is None:
         bounds = cu_seq_lens_q, max_length_q, segments, max_segment
         return segment_attention(q, k, v, *bounds, scaling).unsqueeze(0), None
-    # A sequence's own tokens attend to its whole path: its last tokens, so that causality is aligned at the end, and a
-    # window, which differs from token to token of a segment, counts from there.
+    # A sequence's own tokens, the last of its path, attend to the whole path: the causal mask is aligned at the end,
+    # from which a window, which differs between the tokens of a segment, is counted too.
     k, v = (_Gather.apply(x, key_places) for x in (k, v))  # type: ignore[no-untyped-call]
     ends, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
     return attend(q, k, v, ends, longest, scaling, sliding_window).unsqueeze(0), None
 
 
 def _choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, has_window: bool, as_on_cuda: bool) -> Callable[..., Tensor]:
-    """Return the fastest of the three functions that can be used. ``as_on_cuda`` is that for a device without one."""
+    """Return the fastest available attention function; with ``as_on_cuda`` the one for a GPU, on any device."""
     sizes = q.dtype, q.shape[-1], v.shape[-1]
     obstacle = kernel_obstacle(*sizes) if as_on_cuda else varlen_obstacle(q.device, *sizes)
     if obstacle is not None:
         return padded_attention
-    if as_on_cuda:  # FlashAttention 4 takes no more memory
+    if as_on_cuda:  # FlashAttention 4 needs no more memory
         return varlen_attention
     heads_per_key = q.shape[1] // k.shape[1]
     slower = flash_attention_obstacle(q.device, q.dtype, q.shape[-1], heads_per_key, has_window)
@@ -147,10 +149,10 @@ def _choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, has_window: bool, as_on_c
 
 
 class _Gather(torch.autograd.Function):
-    """Selects rows of a tensor by index, with a backward pass for rows that are selected several times.
+    """Selects rows of a tensor by index; the backward pass handles rows that are selected several times.
 
-    The gradients of one row are added up in float32 at least, and by ``index_add``: the backward of ``x[rows]`` sorts
-    the numbers and adds one after the other.
+    The gradients of a row are summed in at least float32, by ``index_add``: the backward of ``x[rows]`` would sort the
+    indices and add serially.
     """
 
     @staticmethod
@@ -167,14 +169,14 @@ class _Gather(torch.autograd.Function):
         return total.index_add(0, rows, grad.to(wide)).to(grad.dtype), None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # asks the driver, which torch.compile cannot trace
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # calls the driver, which torch.compile cannot trace
 def varlen_obstacle(
     device: torch.device, dtype: torch.dtype, head_size: int, value_size: int | None = None
 ) -> str | None:
-    """Return why ``varlen_attn`` cannot be used, so that sequences are padded; None if it can.
+    """Return why ``varlen_attn`` cannot be used, so that sequences are padded; None if it can be used.
 
-    The dtype is that of autocast where that is on; ``head_size`` that of queries and keys, and of values unless they
-    have a ``value_size``.
+    ``dtype`` is autocast's if that is enabled. ``head_size`` is the size of queries and keys, and of values unless
+    ``value_size`` is given.
     """
     if device.type != "cuda":
         return f"it runs on the {device.type.upper()}"
@@ -184,7 +186,7 @@ def varlen_obstacle(
 
 
 def kernel_obstacle(dtype: torch.dtype, head_size: int, value_size: int | None = None) -> str | None:
-    """Return why ``varlen_attn`` cannot be used on a GPU that has its kernel; None if it can."""
+    """Return why ``varlen_attn`` cannot be used on a GPU for which its kernel is built; None if it can be used."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in {str(dtype).removeprefix('torch.')}"
     if head_size > MAX_HEAD_SIZE or head_size % 8:
@@ -195,7 +197,7 @@ def kernel_obstacle(dtype: torch.dtype, head_size: int, value_size: int | None =
 
 
 def describe_attention(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Return which implementation of attention a model uses, and why not a faster one, for the log."""
+    """Return the implementation of attention that a model uses, and why a faster one is not used, for the log."""
     size, keys = head_size(config), num_key_value_heads(config)
     obstacle = varlen_obstacle(device, dtype, size)
     if obstacle is not None:
@@ -220,10 +222,10 @@ def varlen_attention(
 
     Args:
         q: [T, H, D]; keys and values are [T, K, D].
-        cu_seqlens: [N+1] int32; or those of queries and of keys, whose sequences end together.
-        max_length: at least ``L``; or those of queries and of keys.
-        scaling: of the dot products.
-        window: see :func:`packed_attention`.
+        cu_seqlens: [N+1] int32; or a pair for queries and keys, whose sequences end at the same token.
+        max_length: at least ``L``; or a pair for queries and keys.
+        scaling: factor of the dot products.
+        window: ``sliding_window`` of :func:`packed_attention`.
 
     Returns:
         [T, H, D].
@@ -231,7 +233,7 @@ def varlen_attention(
     options: dict[str, Any] = {"scale": scaling}
     if q.shape[1] != k.shape[1]:
         options |= SHARED_HEADS
-    # Tokens to the left that one sees beside itself, and to the right; -1 is all.
+    # Numbers of tokens to the left (without the token itself) and to the right that it attends to; -1 for all.
     options["window_size"] = (-1 if window is None else window - 1, 0)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = varlen_attn(q, k, v, *_pair(cu_seqlens), *_pair(max_length), **options)
@@ -248,9 +250,7 @@ def padded_attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute attention with ``scaled_dot_product_attention`` on padded sequences; arguments of
-    :func:`varlen_attention`.
-    """
+    """Compute attention with ``scaled_dot_product_attention`` on padded sequences; see :func:`varlen_attention`."""
     bounds, longest = _pair(cu_seqlens), _pair(max_length)
     is_suffix = isinstance(cu_seqlens, tuple)
     rows = _padded_rows(q.shape[0], bounds[0], longest[0])
@@ -260,7 +260,7 @@ def padded_attention(
         query_steps, key_steps = (torch.arange(length, device=q.device) for length in longest)
         if is_suffix:
             own, whole = (part.diff(append=part[-1:]).long() for part in bounds)
-            # Each query's place among its keys; padding sees something, too, as the softmax of nothing is not a number.
+            # Each query's position among its keys. Padding attends to a key too: a softmax over no keys is NaN.
             places = ((whole - own)[:, None] + query_steps).clamp(max=longest[1] - 1)  # [N+1, longest of queries]
             distance = (places[:, :, None] - key_steps)[:, None]
         else:
@@ -279,21 +279,20 @@ def padded_attention(
 
 
 def _padded_rows(num_tokens: int, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """Return where each token goes if sequences are padded: token t of sequence n to row n * longest + t."""
+    """Return the row of each token [T] after padding: token t of sequence n goes to row n * longest + t."""
     positions = torch.arange(num_tokens, device=cu_seqlens.device)
     sequences = torch.searchsorted(cu_seqlens, positions, right=True, out_int32=True).long() - 1
     return positions + sequences * longest - cu_seqlens[sequences]
 
 
 def _pad(x: Tensor, rows: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """Return packed values as padded sequences: one copy, whatever their number.
+    """Return packed values as padded sequences, by one copy for any number of sequences.
 
-    There is room for one sequence more, which stays empty: torch.compile would make a graph of its own for a single
-    one.
+    One empty sequence is added, since torch.compile would make a separate graph for a single sequence.
 
     Args:
         x: [T, heads, D].
-        rows: [T], of :func:`_padded_rows`.
+        rows: [T], from :func:`_padded_rows`.
 
     Returns:
         [N+1, heads, longest, D].
@@ -304,7 +303,7 @@ def _pad(x: Tensor, rows: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
 
 
 def _pair(value: T | tuple[T, T]) -> tuple[T, T]:
-    """Return the values for queries and for keys, which may be one for both."""
+    """Return a pair of values, for queries and keys; a single value is used for both."""
     return value if isinstance(value, tuple) else (value, value)
 
 

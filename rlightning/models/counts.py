@@ -16,7 +16,7 @@ query heads, and the sizes of a key and a value. ``S(L)``: pairs of a token and 
 included: ``L (L + 1) / 2``, and with a window of ``w < L`` tokens ``w (w + 1) / 2 + (L - w) w``.
 
 A backward pass has two products for each of the forward's: for the gradients of inputs and of weights. With an adapter
-the second is left out for the frozen base. With ``P`` weights of the adapter:
+the second product is left out for the frozen base. With ``P`` weights of the adapter:
 
     training = 2 (2 W L + 2 E V M) + 3 (2 P L + sum over layers of 2 H (Dk + Dv) S(L))
 """
@@ -64,7 +64,7 @@ def cache_by_config(
 
 @cache_by_config
 def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model on the meta device, without memory for its weights. It is cached, so callers must not modify it."""
+    """Build a model on the meta device, without memory for weights. The model is cached: callers must not modify it."""
     with torch.device("meta"):
         policy: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return policy
@@ -74,7 +74,7 @@ def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def read_setting(config: PreTrainedConfig, name: str, default: object = None) -> Any:
-    """Return a value of a model's configuration that not all architectures have."""
+    """Return a value of a model's configuration that some architectures lack; ``default`` if it is missing."""
     return getattr(config.get_text_config(), name, default)
 
 
@@ -90,7 +90,7 @@ def num_key_value_heads(config: PreTrainedConfig) -> int:
 
 
 def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> int:
-    """Return how many numbers the KV cache holds per token and layer, on one tensor-parallel rank.
+    """Return how many numbers the KV cache stores for each token and layer, on one tensor-parallel rank.
 
     Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches one compressed vector, replicated on each rank.
     """
@@ -101,11 +101,11 @@ def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> i
 
 
 def path_share(config: PreTrainedConfig, *, copies_all: bool = False) -> float:
-    """Return an upper bound on the memory of a shared token for each sequence that shares it.
+    """Return an upper bound on the memory that each sequence needs for a token of a shared prefix.
 
-    As a share of what layers keep of a token for the backward pass. Layers with a window copy its key and value, and
-    with ``copies_all`` all layers do. All keep at least key and value, query, attention's result, four hidden states
-    and three inner ones.
+    The bound is a share of the memory that layers keep for a token's backward pass. Layers with a window copy the
+    token's key and value, and with ``copies_all`` all layers do. Layers keep at least key, value, query, the result of
+    attention, four hidden states and three inner states of the feed-forward.
     """
     text_config = config.get_text_config()
     heads, hidden_size = int(text_config.num_attention_heads), int(text_config.hidden_size)
@@ -132,27 +132,25 @@ def num_active_experts(config: PreTrainedConfig) -> int:
 
 
 def is_set_for_all_layers(config: PreTrainedConfig, name: str) -> bool:
-    """Return whether a config sets this value, the same for all layers."""
+    """Return whether a configuration has one value of this name for all layers, and it is not None."""
     try:
         return read_setting(config, name) is not None
-    except RuntimeError:  # transformers' answer where layers differ and have configs of their own
+    except RuntimeError:  # raised by transformers if layers have different configs
         return False
 
 
 def _read_all(config: PreTrainedConfig, names: Sequence[str]) -> list[int]:
-    """Return all layers' values of the given config names, without None and 0."""
-    own = read_setting(config, "ffn_config")  # DBRX's feed-forward has its own part
+    """Return the values under these names in a configuration and in those of its layers, without None and 0."""
+    own = read_setting(config, "ffn_config")  # DBRX has a separate config for the feed-forward
     parts = [config, own] if isinstance(own, PreTrainedConfig) else [config]
     return [value for part in parts for name in names for value in _read_layers(part, name) if value]
 
 
 def _read_layers(config: PreTrainedConfig, name: str) -> Iterator[int | None]:
-    """Yield a config value for the layers: a single value, a list with one per layer, or one in each layer's own
-    config.
-    """
+    """Yield a configuration value for each layer: from a single value, a list, or each layer's own configuration."""
     try:
         value = read_setting(config, name)
-    except RuntimeError:  # transformers' answer where layers differ and have configs of their own
+    except RuntimeError:  # raised by transformers if layers have different configs
         yield from (getattr(layer, name, None) for layer in read_setting(config, "per_layer_config"))
         return
     yield from value if isinstance(value, (list, tuple)) else (value,)
@@ -166,13 +164,13 @@ class Weights:
     """Numbers of weights (not bytes); tied weights count once.
 
     Attributes:
-        total: of the model.
-        held: on the rank with the most weights.
-        layer: of the largest layer, on a tensor-parallel rank.
-        layers: of all layers, on a tensor-parallel rank.
-        root: of embedding, last norm and output layer, on a tensor-parallel rank.
-        head: of the output layer, on a tensor-parallel rank.
-        largest: of the largest tensor.
+        total: all weights of the model.
+        held: weights on the rank that has the most.
+        layer: weights of the largest layer, on a tensor-parallel rank.
+        layers: weights of all layers, on a tensor-parallel rank.
+        root: weights of embedding, last norm and output layer, on a tensor-parallel rank.
+        head: weights of the output layer, on a tensor-parallel rank.
+        largest: weights of the largest tensor.
         is_tied: whether the output layer is the embedding.
         shapes: names and full shapes, in the order in which weights are sent to an engine.
     """
@@ -190,7 +188,7 @@ class Weights:
 
 @cache_by_config
 def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, shard_size: int = 1) -> Weights:
-    """Count a model's weights, and those on a rank.
+    """Count the weights of a model, and of a rank's part of it.
 
     ``tensor_parallel_size`` ranks split each layer, by transformers' plan for the model; ``shard_size`` ranks split the
     first dimension of every remaining tensor (FSDP2).
@@ -227,7 +225,7 @@ def matches_plan(module: str, pattern: str) -> bool:
 
 
 def _cut(shape: tuple[int, ...], style: str, kind: str, size: int) -> tuple[int, ...]:
-    """Return the shape of a tensor-parallel rank's part of a weight of ``shape``; ``kind`` is "weight" or "bias"."""
+    """Return the shape of a tensor-parallel rank's part of a weight or bias (``kind``) with this shape."""
     if style.startswith("colwise"):
         return (-(-shape[0] // size), *shape[1:])
     if style.startswith("rowwise") and kind == "weight":
@@ -240,13 +238,13 @@ def _cut(shape: tuple[int, ...], style: str, kind: str, size: int) -> tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """A model's coefficients of the formula at the head of this file.
+    """A model's coefficients in the formula at the top of this file.
 
     Attributes:
         matrices: ``W``.
         head: ``E V``.
         pair: ``2 H (Dk + Dv)``, of one layer.
-        windows: numbers of layers by their window in tokens; None for full attention.
+        windows: pairs of a window in tokens (None for full attention) and the number of layers with it.
     """
 
     matrices: int
@@ -260,7 +258,7 @@ class ModelFlops:
         Args:
             lengths: [N], tokens of each sequence.
             predicted: [N], number of tokens for which the output layer is computed; None for all.
-            adapter_weights: ``P``, the only trained weights then; 0 without an adapter.
+            adapter_weights: ``P``, the number of weights of the adapter, which alone is trained; 0 without an adapter.
         """
         lengths = lengths.double()
         predicted = lengths if predicted is None else predicted.double()
@@ -279,7 +277,7 @@ def sequence_flops(
 
 
 def visible_pairs(lengths: Tensor, window: int | None) -> Tensor:
-    """Return ``S(L)``, the number of query-key pairs, for lengths [N] and a window; None is full attention."""
+    """Return ``S(L)``, the number of query-key pairs, for lengths [N] and a window; None for full attention."""
     seen = lengths if window is None else lengths.clamp(max=window)
     return seen * (seen + 1) / 2 + (lengths - seen) * seen
 
@@ -291,7 +289,7 @@ def model_flops(config: PreTrainedConfig) -> ModelFlops:
     head = policy.get_output_embeddings()
     assert head is not None
     heads: int = config.get_text_config().num_attention_heads
-    # Keys and values of latent attention (DeepSeek-V2, arXiv:2405.04434) have sizes of their own.
+    # Keys and values of latent attention (DeepSeek-V2, arXiv:2405.04434) have different sizes.
     sizes = [read_setting(config, name) or head_size(config) for name in ("qk_head_dim", "v_head_dim")]
     share = num_active_experts(config) / num_experts(config) if num_experts(config) else 1.0
     matrices = [
@@ -315,8 +313,8 @@ def _is_expert(name: str) -> bool:
 
 
 def count_windows(config: PreTrainedConfig) -> tuple[tuple[int | None, int], ...]:
-    """Return each size of sliding window, in tokens, with the number of layers that have it; None for no window."""
+    """Return each size of sliding window in tokens, or None for no window, with the number of layers that have it."""
     window: int | None = read_setting(config, "sliding_window")
-    # Where layers have no types, a window is that of all.
+    # Without layer types, the window applies to all layers.
     kinds = read_setting(config, "layer_types") or ["sliding_attention"] * config.get_text_config().num_hidden_layers
     return tuple(Counter(window if kind == "sliding_attention" else None for kind in kinds).items())

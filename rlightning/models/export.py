@@ -51,19 +51,19 @@ def save_policy(
     Args:
         policy: the model.
         tokenizer: written to the same folder.
-        path: of the folder, on rank 0; an existing folder is replaced.
-        dtype: of the weights in the folder, except buffers, which keep their own; None for the policy's.
+        path: the folder, on rank 0; an existing folder is replaced.
+        dtype: dtype of the weights in the folder, except buffers, which keep theirs; None for the policy's dtype.
         max_file_bytes: maximum size of a file; further weights are written to other files, as by transformers.
 
     Raises:
-        WeightError: a weight is not finite; an existing folder stays.
+        WeightError: a weight is not finite; an existing folder is not replaced.
     """
     dtype = (torch_dtype(dtype) if isinstance(dtype, str) else dtype) or policy.dtype
     check_finite(policy.named_parameters(), f"The model is not saved to {path}")
     weights = exported_weights(policy)
     dtypes = dict.fromkeys(weights, dtype) | {
         name: buffer.dtype for name, buffer in policy.named_buffers() if name in weights
-    }  # a router's biases stay as they are: they decide between experts whose scores are close together
+    }  # a router's biases keep their dtype: they decide between experts with close scores
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
     batch_bytes = math.inf if _is_stored_converted(policy) else max_file_bytes
     batches = list(split_by_bytes(sizes, sizes.__getitem__, batch_bytes))
@@ -80,9 +80,9 @@ def save_policy(
 
 
 def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones once; sharded if the policy is.
+    """Return parameters and persistent buffers by name; tied ones once, sharded ones as they are.
 
-    For a policy with an adapter, those of the base.
+    For a policy with an adapter, return those of the base model.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -104,8 +104,7 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _is_stored_converted(policy: PreTrainedModel) -> bool:
-    """Return whether files store some weights in another form than transformers computes with, such as one tensor an
-    expert.
+    """Return whether files store weights in another form than transformers uses, such as one tensor for each expert.
 
     The conversion back needs all weights together.
     """
@@ -129,10 +128,10 @@ def _gather(
 
 
 def save_adapter(policy: PreTrainedModel, lora: LoRA, base: str, tokenizer: Tokenizer, path: Path) -> None:
-    """Write a policy's adapter as PEFT does, with checksums, and rename it at the end; collective, rank 0 writes.
+    """Write a policy's adapter as PEFT does, with checksums, then rename the folder; collective, rank 0 writes.
 
-    Raises a WeightError if a weight is not finite; an existing folder stays then. ``base`` is the folder or name of the
-    base model.
+    Raises a WeightError if a weight is not finite; an existing folder is then not replaced. ``base`` is the folder or
+    name of the base model.
     """
     weights = {name: weight.detach() for name, weight in adapter_parameters(policy)}
     check_finite(weights.items(), f"The adapter is not saved to {path}")
@@ -188,10 +187,10 @@ def _write_rest(policy: PreTrainedModel, tokenizer: Tokenizer, folder: Path, dty
     """Write the files of a model's folder that are not weights."""
     config = copy.deepcopy(policy.config)
     config.dtype = dtype
-    config.architectures = [type(policy).__name__.removeprefix("FSDP")]  # FSDP derives a class of its own
+    config.architectures = [type(policy).__name__.removeprefix("FSDP")]  # FSDP derives its own class
     config.save_pretrained(folder)
     generation = policy.generation_config
     if generation is not None:
-        # save_pretrained refuses to write some configs that transformers has read
+        # save_pretrained rejects some configs that transformers can read
         generation.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)

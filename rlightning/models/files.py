@@ -64,7 +64,7 @@ def find_weights(model: str) -> dict[str, Path]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each weight from the index of a model with several files; a ValueError if invalid."""
+    """Return the file of each weight from the index of a model with several files; a ValueError if it is invalid."""
     try:
         content = json.loads(path.read_text())
     except (RecursionError, ValueError) as error:
@@ -89,7 +89,7 @@ def find_file(model: str, name: str) -> Path | None:
 
 
 def stored_dtype(files: Mapping[str, Path]) -> torch.dtype | None:
-    """Return the floating-point dtype of most of the stored weights, ignoring config.json.
+    """Return the floating-point dtype that most of the stored weights have, regardless of config.json.
 
     None if the files (:func:`find_weights`) contain no tensor in float64, float32, bfloat16 or float16.
     """
@@ -123,7 +123,7 @@ def check_folder(model: str, config: PreTrainedConfig) -> None:
     Logs the number of stored layers that config.json does not have.
 
     Raises:
-        ConfigError: if the output layer is missing, or differs from the embedding to which it should be tied.
+        ConfigError: the output layer is missing, or differs from the embedding to which it should be tied.
     """
     check_head(model, config, find_weights(model))
     names, policy = find_names(model), build_empty(config)
@@ -140,7 +140,7 @@ def check_folder(model: str, config: PreTrainedConfig) -> None:
 
 @rank_zero_only
 def check_export(model: str) -> None:
-    """Verify a folder that SaveHF has written by its checksums, on rank 0; folders without checksums pass.
+    """Verify a folder that SaveHF has written by its checksums, on rank 0; folders without checksums are not checked.
 
     Raises a ConfigError that names the first missing or damaged file.
     """
@@ -172,9 +172,10 @@ def _tell_of_unused_layers(model: str, policy: PreTrainedModel, names: Iterable[
 
 
 def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) -> None:
-    """Raise a ConfigError for a separate output layer in the files that config.json ties to the embedding.
+    """Raise a ConfigError for files with a separate output layer that config.json ties to the embedding.
 
-    transformers would use the stored layer, but a sharded policy and vLLM the embedding. An equal copy is accepted.
+    transformers would use the stored layer, a sharded policy and vLLM the embedding. A layer with equal values is
+    accepted.
     """
     if not config.get_text_config().tie_word_embeddings:
         return
@@ -197,7 +198,7 @@ def other_shape(model: str, name: str, stored: Sequence[int], shape: Sequence[in
 
 
 def untied_head(model: str, embedding: str, head: str) -> ConfigError:
-    """Return the error for a separate output layer that should be tied to the embedding."""
+    """Return the error for a stored output layer that config.json ties to the embedding."""
     return ConfigError(
         f"model='{model}' says tie_word_embeddings=true in config.json, but its files hold '{head}' with other values "
         f"than '{embedding}': transformers would use it, and vLLM would not. Write tie_word_embeddings=false to train "

@@ -34,7 +34,7 @@ def find_not_finite(weights: Iterable[tuple[str, Tensor]]) -> list[str]:
             by_device.setdefault(weight.device, []).append(name)
     names: list[str] = []
     for some in by_device.values():
-        # Of what has a NaN, both are NaN; neither takes memory.
+        # Both are NaN for a tensor with a NaN; neither needs memory.
         least_and_most = torch.stack([torch.stack(bounds[name].aminmax()).float() for name in some])
         is_finite = least_and_most.isfinite().all(dim=1).tolist()
         names += [name for name, fine in zip(some, is_finite, strict=True) if not fine]

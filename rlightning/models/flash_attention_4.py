@@ -1,6 +1,6 @@
-"""FlashAttention 4 over packed sequences: used where it is installed, runs, and gives what ``varlen_attn`` gives.
+"""FlashAttention 4 over packed sequences: used where it is installed, can run, and agrees with ``varlen_attn``.
 
-``torch.compile`` cannot trace the package, so its forward and its backward are an operator each.
+``torch.compile`` cannot trace the package: its forward and its backward are custom operators.
 
 Letters: ``H`` query heads, ``K`` key/value heads, ``D`` head size, ``T`` tokens, ``N`` sequences.
 """
@@ -49,7 +49,7 @@ def flash_attention(
 ) -> Tensor:
     """Compute attention with FlashAttention 4; arguments of :func:`~rlightning.models.attention.varlen_attention`.
 
-    The greatest length is not passed on: the package would compile kernels of their own for short ones.
+    The maximum length is not passed to the package, which would compile separate kernels for short sequences.
     """
     bounds = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
     out: Tensor = _forward(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, scaling, window)[0]
@@ -60,17 +60,17 @@ def flash_attention(
 def flash_attention_obstacle(
     device: torch.device, dtype: torch.dtype, head_size: int, heads_per_key: int, has_window: bool
 ) -> str | None:
-    """Return what keeps FlashAttention 4 from a model for which ``varlen_attn`` can be used; None if nothing does.
+    """Return why a model that can use ``varlen_attn`` cannot use FlashAttention 4; None if it can.
 
-    It is tried once for each set of arguments. That compiles all kernels that the model needs, in some seconds, so that
-    nothing is left that could fail during training.
+    The kernels are tried once for each set of arguments, which compiles all kernels that the model needs in some
+    seconds, so that they cannot fail during training.
 
     Args:
         device: a CUDA device, or any other.
-        dtype: of half precision.
+        dtype: float16 or bfloat16.
         head_size: ``D``.
         heads_per_key: ``H / K``.
-        has_window: whether tokens see a sliding window.
+        has_window: whether the model has layers with a sliding window.
     """
     return _find_obstacle(device, dtype, head_size, heads_per_key, has_window)
 
@@ -88,12 +88,12 @@ def _find_obstacle(
     except ImportError as error:
         return f"is not installed ({error}): pip install 'rlightning[fa4]'"
     compare = functools.partial(_compare, device, dtype, head_size, heads_per_key, has_window)
-    # A thread has none of the modes of this one: autocast, no_grad, the hooks of gradient checkpointing.
+    # A new thread has none of this thread's modes: autocast, no_grad, hooks of gradient checkpointing.
     thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
     try:
-        with _TRIAL, thread, warnings.catch_warnings(action="ignore"):  # of its compiler, on its own code
+        with _TRIAL, thread, warnings.catch_warnings(action="ignore"):  # the compiler's warnings
             difference = float(torch.tensor(list(thread.map(compare, TRIALS))).max())
-    except Exception as error:  # whatever kernels that are compiled here may raise: the run has others
+    except Exception as error:  # kernels that are compiled here may raise any exception; the run can use others
         obstacle = f"fails here: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     else:
         if difference <= ROUNDING:
@@ -111,9 +111,9 @@ def _compare(
     has_window: bool,
     lengths: tuple[list[int], list[int]],
 ) -> float:
-    """Return the largest relative difference from ``varlen_attn`` of results and gradients; NaN if one is NaN.
+    """Return the largest relative difference of results and gradients from those of ``varlen_attn``; NaN if one is NaN.
 
-    Of random sequences with so many queries and keys.
+    The inputs are random sequences with ``lengths`` queries and keys.
     """
     own, whole = (torch.tensor([0, *accumulate(part)], dtype=torch.int32, device=device) for part in lengths)
     generator = torch.Generator(device).manual_seed(0)
@@ -176,7 +176,7 @@ def _backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
-    # The package has no public function for its backward alone; torch's own integration of it calls this one, too.
+    # The package has no public function for its backward alone; torch's integration calls this function, too.
     grads: tuple[Tensor, Tensor, Tensor] = import_module(INTERFACE)._flash_attn_bwd(
         q,
         k,
@@ -214,5 +214,5 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _tokens_left(window: int | None) -> int | None:
-    """Return how many tokens to its left a token sees; None is all."""
+    """Return how many earlier tokens a token attends to; None for all."""
     return None if window is None else window - 1

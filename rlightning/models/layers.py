@@ -49,7 +49,7 @@ def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
 def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_size: int) -> tuple[bool, str]:
     """Return whether layers should be compiled, and the reason for the log.
 
-    ``wanted`` None means only on CUDA. Raises a ConfigError if it is True but impossible.
+    ``wanted`` is the user's setting; None compiles only on CUDA. Raises a ConfigError if it is True but impossible.
     """
     obstacle = compiler_obstacle(device)
     if tensor_parallel_size > 1:
@@ -64,7 +64,7 @@ def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_si
 
 
 def compiler_obstacle(device: torch.device) -> str | None:
-    """Return why nothing can be compiled for a device; None if compiling is possible."""
+    """Return why code cannot be compiled for a device; None if it can."""
     variable, names = ("CXX", ("g++", "clang++")) if device.type == "cpu" else ("CC", ("gcc", "clang"))
     if any(shutil.which(name) for name in (os.environ.get(variable, ""), *names)):
         return None
@@ -74,13 +74,13 @@ def compiler_obstacle(device: torch.device) -> str | None:
 def cache_folder() -> str:
     """Return the folder for compiled code; torch's default is in TMPDIR, which may be deleted with the job."""
     name = "TORCHINDUCTOR_CACHE_DIR"
-    if os.environ.get(name) in (None, default_cache_dir()):  # torch may have written its default there
+    if os.environ.get(name) in (None, default_cache_dir()):  # torch may have set it to its default
         os.environ[name] = str(user_cache() / "torchinductor")
     return os.environ[name]
 
 
 def user_cache() -> Path:
-    """Return the folder of what this package keeps for the user's later runs."""
+    """Return the folder in which this package caches files for the user's later runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlightning"
 
 
@@ -90,22 +90,22 @@ def compile_layers(policy: PreTrainedModel) -> None:
     The policy must have packed attention. It may be whole or sharded, on any device, including meta.
     """
     cache_folder()
-    # It would cut a layer's graph at the borders of DDP's buckets. Gradients are reduced between layers as it is.
+    # It would split a layer's graph at the bounds of DDP's buckets. Gradients are already reduced between layers.
     torch._dynamo.config.optimize_ddp = False
     for module in policy.modules():
-        # FSDP's mark makes torch.compile take a module's integers, the size of heads among them, for variables.
+        # FSDP's mark makes torch.compile treat a module's integers, such as the head size, as variables.
         module._is_fsdp_managed_module = False  # type: ignore[assignment]
     for layer in decoder_layers(policy):
         layer.forward = _compile(layer.forward)
 
 
 def checkpoint_layers(policy: PreTrainedModel, count: int) -> None:
-    """Make the first ``count`` layers save only their inputs and recompute the rest in the backward pass.
+    """Have the first ``count`` layers save only their inputs, and recompute the rest in the backward pass.
 
     The backward frees the last layers' activations first, so that checkpointing the first layers saves the most.
     """
     for layer in list(decoder_layers(policy))[:count]:
-        # There is no dropout whose random numbers would have to be drawn again.
+        # There is no dropout that would need the same random numbers again.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -115,9 +115,9 @@ def _compile(forward: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(forward)
     def run(hidden_states: Tensor, *args: object, **kwargs: object) -> T:
-        if hidden_states.shape[1] == 1:  # torch.compile takes that for a constant: the filler would cost a graph
+        if hidden_states.shape[1] == 1:  # the padding batch, for which torch.compile would make another graph
             return forward(hidden_states, *args, **kwargs)
-        # A layer's own numbers, such as the scale of attention, never change: found out later, it is traced again.
+        # A layer's own numbers, such as the scale of attention, are constants: torch would trace again to detect it.
         with torch._dynamo.config.patch(specialize_float=True):
             return compiled(hidden_states, *args, **kwargs)
 

@@ -17,12 +17,12 @@ from rlightning.types import RolloutBatch
 
 @runtime_checkable
 class ShardedPolicy(Protocol):
-    """A policy from models/sharded_policy.py."""
+    """A sharded policy (:mod:`rlightning.models.sharded_policy`) with a method for log-probabilities."""
 
     def compute_packed_logprobs(
         self, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        """Compute :func:`compute_packed_logprobs`; FSDP gathers weights for this method as for forward()."""
+        """Call :func:`compute_packed_logprobs`; FSDP gathers weights for this method as for ``forward()``."""
 
 
 def packed_logprobs(
@@ -32,13 +32,13 @@ def packed_logprobs(
 
     Args:
         model: a causal language model loaded with :data:`~rlightning.models.attention.PACKED_ATTENTION`.
-        batch: on the model's device.
+        batch: a batch on the model's device.
         temperature: divides the logits, as in the sampler; replaced by a prompt's own temperature.
         needs_entropy_grad: whether the entropies are differentiated.
 
     Returns:
         [T] log-probabilities and [T] entropies in nats, float32; 0 where not sampled. Both are those of the
-        distributions truncated by ``batch.supports``, if there are any.
+        distributions truncated to ``batch.supports``, if that is set.
     """
     if isinstance(model, ShardedPolicy):
         return model.compute_packed_logprobs(batch, temperature, needs_entropy_grad)
@@ -49,7 +49,7 @@ def compute_packed_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`packed_logprobs` for a model whose weights are not sharded, or are gathered."""
-    # A critic's model, say, may mix tokens in another way than the actor, for which the micro-batch was made.
+    # Another model, such as a critic, may mix tokens in other ways than the actor, for which the micro-batch was built.
     shared = batch.shared
     if shared is not None and not can_share_prefixes(model.config, batch.token_ids.device.type):
         shared = None
@@ -58,7 +58,7 @@ def compute_packed_logprobs(
     asked = batch.sampled_index
     before = asked - 1 if shared is None else shared.places[asked - 1]
     temperatures = batch.temperatures(temperature)
-    # the hidden state before a token predicts it
+    # the hidden state before a token predicts that token
     picked, entropy = chunked_logprobs(
         hidden[before],
         model.get_output_embeddings().weight,

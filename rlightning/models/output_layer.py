@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from an output layer, without storing the whole [M, V] logits.
 
-    forward    a chunk's hidden states -> logits [C, V] -> a normalizer, a target's logit and an entropy a token
-    backward   the same logits anew -> their gradient, in their place -> [C, E], and its part of the sum [V, E]
+    forward    a chunk's hidden states -> logits [C, V] -> normalizer, target's logit and entropy of each token
+    backward   the logits, recomputed -> their gradient, in place -> gradients [C, E], and a summand of [V, E]
 
 ``top_p``, ``top_k`` and ``min_p`` truncate a token's distribution to a support, which is fixed when the token is
 sampled (DeepSeek-V3.2's "keep sampling mask", arXiv:2512.02556). With the support S and the scaled logits x of any
@@ -46,9 +46,10 @@ FLOOR = -1e30
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """The arguments of :func:`chunked_logprobs`, and ``group``, the ranks that split the vocabulary, if any do.
+    """The arguments of :func:`chunked_logprobs`, and the ranks that split the vocabulary, ``group``; None without any.
 
-    ``kept`` [M, K] are the supports' indices in this rank's part of the vocabulary, or outside of it.
+    ``kept`` [M, K] are the token ids of the supports, relative to this rank's part of the vocabulary; others are
+    outside of it.
     """
 
     temperature: float | Tensor
@@ -68,21 +69,21 @@ def chunked_logprobs(
     needs_entropy_grad: bool = False,
     supports: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-softmax of ``hidden @ weight.T`` at ``targets``, and its entropy, one chunk of tokens at a time.
+    """Return the log-softmax of ``hidden @ weight.T`` at ``targets``, and its entropy, in chunks of tokens.
 
     The backward pass recomputes each chunk's logits, so that only one chunk's are in memory. Products are in the dtype
     of ``hidden``, or autocast's; sums, including the weight's gradient over the chunks, in float32.
 
     Args:
         hidden: [M, E], the same on all ranks that share the vocabulary.
-        weight: [V, E], the output layer's; a DTensor if split over the vocabulary, as by
+        weight: [V, E], of the output layer; a DTensor if split over the vocabulary, as by
             :func:`~rlightning.models.tensor_parallel.parallelize`.
         targets: [M] int64.
-        temperature: divides the logits; one for all, or [M] above 0.
+        temperature: divides the logits; one value for all tokens, or [M]; above 0.
         softcap: bound on logits, applied first by tanh (Gemma 2, arXiv:2408.00118, section 2).
         needs_entropy_grad: whether the entropies are differentiated.
-        supports: [M, K], the tokens to which each distribution is truncated, filled up with -1; a row of only -1 is not
-            truncated. None if none is.
+        supports: [M, K], token ids to which each distribution is truncated, padded with -1; a row of only -1 is not
+            truncated. None if no distribution is truncated.
 
     Returns:
         [M] log-probabilities and [M] entropies in nats, float32, or float64 for float64 ``hidden``.
@@ -110,7 +111,7 @@ def chunked_logprobs(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-probabilities [M] and entropies [M] of untruncated distributions, and the logits [M, K] of the supports."""
+    """Computes untruncated log-probabilities [M] and entropies [M], and the logits [M, K] of the supports."""
 
     @staticmethod
     def forward(
@@ -161,14 +162,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 torch.mm(logits, rounded, out=grad_hidden[own])
             if grad_weight is not None:
                 add_product(grad_weight, logits.T, hidden[own])
-            del logits  # its memory is free once the chunks are through, before the weight's gradient is rounded
+            del logits  # its memory is freed after the last chunk, before the weight's gradient is rounded
         if grad_hidden is not None and settings.group is not None:
             dist.all_reduce(grad_hidden, group=settings.group)
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 def _find_places(kept: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of the supports' logits, 0 for other ranks', and which ones this rank has: each [C, K]."""
+    """Return the indices of the supports' logits, 0 for other ranks', and which of them this rank has: each [C, K]."""
     is_here = (kept >= 0) & (kept < logits.shape[1])
     return kept.where(is_here, 0).long(), is_here
 
@@ -192,7 +193,7 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Return logits [C, V] or [C] in float32 with soft cap, if any, and temperature applied."""
+    """Return logits [C, V] or [C] in float32, with softcap, if any, and temperature applied."""
     logits = logits.to(_wide(logits.dtype))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -207,7 +208,7 @@ def summarize_logits(
     Args:
         logits: [C, V].
         targets: [C]; a target outside of 0 to V - 1 belongs to another rank.
-        temperature: one for all, or [C].
+        temperature: one value for all tokens, or [C].
         softcap: see :func:`chunked_logprobs`.
 
     Returns:
@@ -219,7 +220,7 @@ def summarize_logits(
 
 
 def pick_logits(logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Return the scaled logit of each target, [C]; 0 if it is another rank's."""
+    """Return the scaled logit of each target: [C]; 0 if the target belongs to another rank."""
     num_logits = logits.shape[-1]
     is_here = (targets >= 0) & (targets < num_logits)
     picked = logits.gather(-1, targets.clamp(0, num_logits - 1)[:, None])[:, 0]
@@ -232,7 +233,7 @@ def normalize(scaled: Tensor) -> tuple[Tensor, Tensor]:
     shifted = scaled - largest[:, None]
     weights = shifted.exp()
     total = weights.sum(-1)
-    # two terms of one sign, so that nothing cancels
+    # two terms of the same sign, so that nothing cancels
     return largest + total.log(), total.log() - (weights * shifted).sum(-1) / total
 
 
@@ -284,7 +285,7 @@ def logit_gradient(
     temperature: float | Tensor,
     softcap: float | None,
 ) -> Tensor:
-    """Return the gradient with respect to logits before soft cap and temperature; see :func:`differentiate_logits`."""
+    """Return the gradient with respect to logits before softcap and temperature; see :func:`differentiate_logits`."""
     table = scaled - normalizer[:, None]
     chances = table.exp()
     gradient = grad_logprobs[:, None] * (is_target.to(chances.dtype) - chances)
@@ -330,7 +331,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _kernels(logits: Tensor) -> ModuleType:
-    """Return the module with the logit functions for a dtype and device: the Triton kernels or this one."""
+    """Return the module with the logit functions for the logits' dtype and device: the Triton kernels', or this one."""
     if logits.dtype != torch.float64 and _has_triton(logits.device):
         from rlightning.models import logit_kernels
 

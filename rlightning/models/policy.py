@@ -36,7 +36,8 @@ def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedCon
         trust_remote_code: whether the model's own code may run; once trusted, later loads in this process use it.
 
     Raises:
-        ConfigError: if there is none, if it needs code that is not trusted, or its architecture cannot be trained.
+        ConfigError: there is no configuration, it needs code that is not trusted, or the architecture cannot be
+            trained.
     """
     path = Path(model)
     if not path.is_dir() and (
@@ -67,7 +68,7 @@ def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedCon
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """Read a model's tokenizer; ``trust_remote_code`` as for :func:`load_config`.
 
-    Raises a ConfigError if there is none, or it needs code that is not trusted.
+    Raises a ConfigError if there is no tokenizer, or it needs code that is not trusted.
     """
     try:
         tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
@@ -76,7 +77,7 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
     except (OSError, RecursionError, ValueError) as error:
         raise ConfigError(f"model='{model}' has no readable tokenizer: {cut_line(error)}") from error
     if tokenizer.get_vocab().keys() <= {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}:
-        raise ConfigError(  # transformers then makes one up, to which every text is empty
+        raise ConfigError(  # transformers then creates one that has no tokens for any text
             f"model='{model}' has no tokenizer: none of its files has tokens. Copy tokenizer.json and "
             "tokenizer_config.json there from the model that it comes from."
         )
@@ -93,7 +94,7 @@ def remove_dropout(config: PreTrainedConfig) -> None:
 
 @contextmanager
 def without_loading_bar() -> Iterator[None]:
-    """Context in which transformers shows no progress bar for loading weights; downloads still have one."""
+    """Context manager in which transformers shows no progress bar for loading weights; downloads still have one."""
     if not is_progress_bar_enabled():
         yield
         return
@@ -113,7 +114,7 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
-        dtype: of the parameters, independent of the files' dtype.
+        dtype: dtype of the parameters, independent of the files' dtype.
 
     Raises:
         ConfigError: if weights are missing, or attention over packed sequences is not supported.
@@ -130,7 +131,7 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
                 dtype=dtype,
                 attn_implementation=PACKED_ATTENTION,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, with the names of the weights
+                ignore_mismatched_sizes=True,  # rejected below, with the names of the weights
             )
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
@@ -171,7 +172,7 @@ def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:
 def narrow_residuals(policy: PreTrainedModel) -> None:
     """Under autocast, keep the residual stream in autocast's dtype, as FSDP's mixed precision and vLLM do.
 
-    Otherwise it has the embeddings' float32, with twice the memory and memory traffic between layers.
+    Otherwise the residual stream is in the embeddings' float32, with twice the memory and memory traffic.
     """
 
     def cast(module: nn.Module, inputs: object, embedded: Tensor) -> Tensor:

@@ -33,12 +33,12 @@ class QuantizedLinear(CodedLinear):
     """A linear layer whose matrix [out, in] is stored as quantised codes.
 
     Args:
-        codes: int8 [out, in], or uint8 with two 4-bit codes in each, the first in the upper half.
-        scales: [blocks, 1], one for each block of numbers, in the matrix's order.
+        codes: int8 [out, in], or uint8 with two 4-bit codes in each byte, the first in the upper half.
+        scales: [blocks, 1], one for each block of consecutive elements of the matrix.
         values: [16] values of the 4-bit codes; None for 8-bit codes, which are the values.
-        shape: of the matrix.
-        dtype: of the matrix.
-        bias: the layer's.
+        shape: shape of the matrix.
+        dtype: dtype of the matrix.
+        bias: bias of the layer, or None.
     """
 
     values: Tensor | None
@@ -63,7 +63,7 @@ class QuantizedLinear(CodedLinear):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The matrix, dequantised at each access."""
+        """The dequantised matrix, computed at each access."""
         matrix = dequantize(self.codes, self.scales, self.values, self.in_features, self.dtype)
         return nn.Parameter(matrix, requires_grad=False)
 

@@ -1,6 +1,6 @@
-"""Models with Python code of their own (``auto_map`` in config.json), which runs only if the user trusts it.
+"""Models with their own Python code (``auto_map`` in config.json), which runs only if the user trusts it.
 
-transformers itself would ask at the terminal during a run.
+Otherwise transformers would ask at the terminal during a run.
 """
 
 from collections.abc import Callable

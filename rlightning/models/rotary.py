@@ -11,7 +11,7 @@ from rlightning.python_values import JsonObject
 
 
 def use_exact_angles(policy: nn.Module) -> None:
-    """Have a model compute its rotary angles without TF32, in which positions above 2,048 are inexact.
+    """Have a model compute rotary angles without TF32, whose rounding makes positions above 2,048 inexact.
 
     transformers 5.17 multiplies positions by frequencies in a matrix product, later versions do so elementwise.
     """
@@ -34,7 +34,7 @@ def max_model_length(config: PreTrainedConfig) -> int:
 
 
 def describe_length_limit(config: PreTrainedConfig) -> str:
-    """Return why :func:`max_model_length` is below the number of positions; "" if it is not."""
+    """Return why :func:`max_model_length` is smaller than the model's number of positions; "" if it is not."""
     if _longrope_borders(config) == [max_model_length(config)]:
         return "beyond, its longrope frequencies are others for all sequences of a micro-batch"
     return ""
@@ -66,7 +66,7 @@ def _longrope_factor(ratio: float, original: int) -> float:
 
 
 def _longrope_borders(config: PreTrainedConfig) -> list[int]:
-    """Return the length above which transformers switches LongRoPE's frequencies for a whole batch, if any.
+    """Return the length above which transformers switches LongRoPE's frequencies for a whole batch; [] if none.
 
     LongRoPE (arXiv:2402.13753) has two sets of frequencies. transformers chooses by the longest sequence of a batch, so
     that a result depends on the other sequences; vLLM chooses by the engine's maximum length.

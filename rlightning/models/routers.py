@@ -1,6 +1,6 @@
-"""Keeps routers of experts in float32 under autocast, if their own code asks for it.
+"""Keeps the routers of mixtures of experts in float32 under autocast, if their own code asks for it.
 
-Some models cast both factors of a router's product to float32, to tell experts with close scores apart. Autocast would
+Some models cast both factors of a router's product to float32, to distinguish experts with close scores. Autocast would
 cast the factors back and round the product. Here it rounds only the factors, as an engine's weights and inputs are.
 """
 
@@ -33,7 +33,7 @@ def keep_routers_float32(policy: nn.Module) -> None:
 
 
 class _OwnForward(nn.Module):
-    """Calls a router's own forward without its hooks, which the router's call runs itself."""
+    """Calls a router's original forward without its hooks, which the router's call runs itself."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _OwnForward(nn.Module):
 
 
 def _route(own: _OwnForward, hidden_states: Tensor, *args: Tensor) -> object:
-    """Replace a router's forward; further arguments, such as biases, are passed as they are."""
+    """Compute a router's result in float32; replaces the forward, and passes on further arguments, such as biases."""
     kind = hidden_states.device.type
     if not torch.is_autocast_enabled(kind):
         return own(hidden_states, *args)

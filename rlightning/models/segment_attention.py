@@ -1,4 +1,4 @@
-"""Attention of sequences that begin alike, without a copy of the keys and values that they share.
+"""Attention over sequences with shared prefixes, without copies of the shared keys and values.
 
 ::
 
@@ -12,9 +12,9 @@ log-sum-exp of part ``i``, attention over all keys is
 
     l = log sum_i exp(l_i),    o = sum_i exp(l_i - l) o_i
 
-A part's backward pass with ``o`` and ``l`` in place of its own results has the weights of the whole softmax, and so
-the part's summand of the gradient (FlashAttention, arXiv:2205.14135, appendix B.2; over blocks of keys as in Ring
-Attention, arXiv:2310.01889). A shared key's gradient leaves the kernel summed over all who share it.
+A part's backward pass with ``o`` and ``l`` in place of its own results has the weights of the whole softmax, and so the
+part's share of the gradient (FlashAttention, arXiv:2205.14135, appendix B.2; over blocks of keys as in Ring Attention,
+arXiv:2310.01889). The kernel returns a shared key's gradient summed over all sequences that share it.
 
 Letters: ``U`` tokens that are computed, ``N`` sequences, ``H`` query heads, ``K`` key/value heads, ``D`` head size.
 """
@@ -34,7 +34,7 @@ SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.s
 
 
 class _Part(NamedTuple):
-    """One call of the kernel: bounds of queries and keys [B+1], the longest of each, and the window of its mask."""
+    """One call of the kernel: bounds of queries and keys [B+1], maximum numbers of both, and the mask's window."""
 
     queries: Tensor
     keys: Tensor
@@ -57,11 +57,11 @@ def segment_attention(
 
     Args:
         q: [U, H, D]; keys and values are [U, K, D].
-        cu_seqlens: [N+1] int32, where each sequence's own tokens begin, and ``U``.
-        max_length: own tokens of the sequence that has most, or more.
+        cu_seqlens: [N+1] int32, the first of each sequence's own tokens, and ``U``.
+        max_length: maximum number of a sequence's own tokens, or more.
         segments: see :class:`~rlightning.types.shared_prefixes.SharedPrefixes`.
-        max_segment: queries of the segment that has most, and keys, or more; both at least 2.
-        scaling: of the dot products; None is ``D ** -0.5``.
+        max_segment: maximum numbers of a segment's queries and of its keys, or more; both at least 2.
+        scaling: factor of the dot products; None for ``D ** -0.5``.
 
     Returns:
         [U, H, D].
@@ -85,8 +85,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return attention's result [U, H, D] and its log-sum-exps [H, U].
 
-    An operator of its own, so that torch.compile makes one graph for trees of all depths, and keeps nothing else for
-    the backward pass.
+    This is a custom operator, so that torch.compile makes one graph for prefix trees of all depths, and saves only its
+    inputs and outputs for the backward pass.
     """
     heads = SHARED_HEADS if query.shape[1] != key.shape[1] else {}
     merged: tuple[Tensor, Tensor] | None = None
@@ -105,11 +105,11 @@ def _attend(
 
 
 def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys of two parts, in float32 at least.
+    """Combine attention over the keys of two parts, in at least float32.
 
     Args:
         first: result [U, H, D] and log-sum-exps [H, U].
-        second: of a part in which a query may have no key: FlashAttention 2 gives it infinity.
+        second: the same of a part in which a query may have no key; FlashAttention 2 returns infinity for it.
     """
     lse = second[1].masked_fill(second[1].isposinf(), -torch.inf)
     total = torch.logaddexp(first[1], lse)

@@ -47,13 +47,13 @@ log = logging.getLogger(__name__)
 def load_sharded_policy(
     model: str, sharding: Sharding, *, dtype: torch.dtype = torch.float32, adapter: LoRA | None = None
 ) -> PreTrainedModel:
-    """Load a policy as :func:`~rlightning.models.load_policy` does, but each rank reads and holds only its shards.
+    """Load a policy as :func:`~rlightning.models.load_policy` does, but each rank reads and stores only its shards.
 
     A collective. The parameters are DTensors on the device. With an adapter they are frozen, and the adapter's
     parameters are DTensors too.
 
     Raises:
-        ConfigError: if weights are missing, or packed attention or the tensor-parallel size is not supported.
+        ConfigError: weights are missing, or packed attention or the tensor-parallel size is not supported.
     """
     config = load_config(model)
     remove_dropout(config)
@@ -72,7 +72,7 @@ def load_sharded_policy(
     keep_routers_float32(policy)
     shard(policy, sharding)
     policy.to_empty(device=sharding.storage_device)
-    policy.tie_weights()  # to_empty has given each tied parameter memory of its own
+    policy.tie_weights()  # to_empty has allocated separate memory for each tied parameter
     initialize_buffers(model, policy, sharding.device)
     load_shards(model, policy)
     if adapter is not None:
@@ -113,8 +113,8 @@ def add_packed_logprobs(policy: PreTrainedModel) -> None:
 def release_without_gradient(policy: nn.Module) -> None:
     """Free gathered weights after a forward pass that no backward pass follows.
 
-    Otherwise ``parameters()`` would return them, and they would be used again after an optimizer step has changed the
-    shards.
+    Otherwise ``parameters()`` would return the gathered weights, and they would be used again after an optimizer step
+    has changed the shards.
     """
     if not torch.is_grad_enabled():
         for module in policy.modules():
@@ -123,7 +123,7 @@ def release_without_gradient(policy: nn.Module) -> None:
 
 
 def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device) -> None:
-    """Recompute buffers that no file holds, such as the frequencies of rotary embeddings, on ``device``.
+    """Recompute buffers that are in no file, such as the frequencies of rotary embeddings, on ``device``.
 
     transformers' classes can do this, since transformers itself builds models without memory first. The policy's
     buffers are allocated, but uninitialised.
@@ -147,7 +147,7 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
     """Fill the policy's allocated parameters and saved buffers from its files; collective.
 
     Raises:
-        ConfigError: on every rank, if weights are missing, have other shapes or are not finite.
+        ConfigError: weights are missing, have other shapes or are not finite; raised on every rank.
     """
     files = find_weights(model)
     check_head(model, policy.config, files)
@@ -164,7 +164,7 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
 
 
 def is_converted(policy: PreTrainedModel) -> bool:
-    """Return whether transformers may change values, not only names, when it loads such a model."""
+    """Return whether transformers may change values, not only names, of this model's weights while loading."""
     conversions = get_checkpoint_conversion_mapping(policy.config.get_text_config().model_type) or []
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
@@ -180,7 +180,7 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
                     if list(stored.get_shape()) != list(targets[name].shape):
                         raise other_shape(model, name, stored.get_shape(), targets[name].shape)
                     target = local_tensor(targets[name])
-                    if target.numel():  # a shard may be empty, which some versions of safetensors refuse to read
+                    if target.numel():  # a shard may be empty, which some versions of safetensors cannot read
                         own = _slices(targets[name])
                         target.copy_(stored[own] if own else file.get_tensor(name))
         except (OSError, SafetensorError) as error:
@@ -190,8 +190,7 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
 def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
     """Have rank 0 load the whole model with transformers and send each rank its part, weight by weight.
 
-    For files whose names or shapes differ from the module's, which transformers converts while loading, and for formats
-    other than safetensors.
+    Used for files whose names or shapes transformers converts while loading, and for formats other than safetensors.
     """
     is_first = dist.get_rank() == 0
     failure: str | None = None

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers are split by transformers' plan for the model, the vocabulary over all its ranks."""
+"""Tensor parallelism: layers are split by transformers' plan for the model, and the vocabulary over all ranks."""
 
 from collections.abc import Callable
 
@@ -22,8 +22,8 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # A norm of [1, T, heads, D], of which a rank has some heads: each rank's gradient is a part of the sum. Cutting the
-    # heads' dimension says so to DTensor, which then adds the parts up; without it they would silently be wrong.
+    # A norm of [1, T, heads, D], of which a rank has some heads: each rank's gradient is a part of the sum. Marking the
+    # dimension of heads as sharded makes DTensor add the parts; otherwise they would silently be wrong.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 _VOCABULARY = {"embedding_rowwise"}
@@ -71,7 +71,7 @@ def cut_vocabulary(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
     is_tied = head.weight is embedding.weight
     embedding.weight = nn.Parameter(distribute_tensor(embedding.weight, mesh, [Shard(0)]))
     embedding.register_forward_pre_hook(lambda _, inputs: DTensor.from_local(inputs[0], mesh, [Replicate()]))
-    # Not RowwiseParallel, whose sum still travels, in a class of tensors that the first layer would be compiled for.
+    # Not RowwiseParallel, whose asynchronous sum is a tensor subclass for which the first layer would be compiled.
     embedding.register_forward_hook(lambda _, inputs, found: found.redistribute(placements=[Replicate()]).to_local())
     parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
     if is_tied:
@@ -81,7 +81,7 @@ def cut_vocabulary(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
 def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
     """Return the tensor-parallel style of each module to be split, by its name within the base model.
 
-    Raises a ConfigError if the plan leaves out a module between split modules.
+    Raises a ConfigError if a module between split modules is missing in the plan.
     """
     plan = policy.config.get_text_config().base_model_tp_plan
     assert plan is not None
@@ -97,7 +97,7 @@ def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
 
 
 def check_coverage(policy: PreTrainedModel, planned: set[str]) -> None:
-    """Raise a ConfigError for parameters between split layers that the plan leaves out, such as a norm of the heads.
+    """Raise a ConfigError for parameters between split layers that the plan lacks, such as a norm of the heads.
 
     Each rank would apply the whole parameter to its part of the activations, and compute only a part of its gradient.
     ``planned`` are the names of the modules to split, within the base model.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def is_stateful(kind: "type[PreTrainedModel]") -> bool:
-    """Return whether a model's layers carry a state from token to token."""
+    """Return whether a model's layers carry a recurrent state from token to token."""
     return bool(kind._is_stateful)
 
 
@@ -30,7 +30,7 @@ def keys_left_out(policy: "PreTrainedModel") -> set[str]:
 
 
 def weight_conversions(policy: "PreTrainedModel") -> Sequence[object] | None:
-    """Return how the weights were converted while loading; None for a model that was not loaded from files."""
+    """Return the conversions that were applied to the weights while loading; None for a model not loaded from files."""
     found: Sequence[object] | None = vars(policy).get("_weight_conversions")
     return found
 

@@ -43,7 +43,7 @@ def describe_base(lora: LoRA, model: str) -> dict[str, object]:
 
 
 def check_resumed(saved: Mapping[str, object] | None, lora: LoRA | None, model: str) -> None:
-    """Raise a ConfigError if a checkpoint has another adapter or base; None stands for a run without an adapter."""
+    """Raise a ConfigError if a checkpoint has another adapter or base model than the run; None for no adapter."""
     if saved is None and lora is None:
         return
     if saved is None or lora is None:

@@ -1,7 +1,7 @@
-"""Distribute the ranks' trajectories over mini-batches and micro-batches so that each rank has about equal work.
+"""Distributes the ranks' trajectories over mini-batches and micro-batches, so that each rank has about equal work.
 
-Every rank samples and rewards its own prompts. Lengths differ, and in the update the other ranks would wait for one
-with more work; the ranks of a tensor-parallel group need the same batch. Hence whole groups are exchanged::
+Every rank samples and rewards its own prompts. Lengths differ, so that in the update other ranks would wait for the one
+with the most work; and the ranks of a tensor-parallel group need the same batch. Hence whole groups are exchanged::
 
     rank 0: groups 0 1     ->  data-parallel rank 0 (ranks 0 and 1): groups 0 3
     rank 1: groups 2 3     ->  data-parallel rank 1 (ranks 2 and 3): groups 1 2 ...
@@ -54,7 +54,7 @@ def balance(
         batch: this rank's trajectories, on the CPU.
         costs: returns the cost of each sequence [N]; by default its number of tokens.
         num_minibatches: number of minibatches, each of which is balanced.
-        seed: of the assignment to minibatches (:func:`assign_minibatches`).
+        seed: determines the assignment to minibatches (:func:`assign_minibatches`).
         tensor_parallel_size: number of consecutive ranks that get the same trajectories.
 
     Returns:
@@ -77,12 +77,11 @@ def balance(
 
 
 def rebalance(batch: Batch, costs: Tensor, *, num_minibatches: int, seed: int, tensor_parallel_size: int = 1) -> Batch:
-    """Move groups between ranks again if their costs are no longer balanced; the arguments are those of
-    :func:`balance`.
+    """Move groups between ranks again if the costs are no longer balanced; for the other arguments see :func:`balance`.
 
     Args:
         batch: this rank's result of :func:`balance`.
-        costs: [N], of each sequence.
+        costs: [N], the cost of each sequence.
 
     Returns:
         This rank's share; the groups keep their numbers.
@@ -120,7 +119,7 @@ def reassign_groups(
 
 
 def _slowest(costs: Sequence[float], minibatches: Sequence[Sequence[int]], owner: Sequence[int]) -> float:
-    """Return the cost of the most loaded rank, summed over the minibatches."""
+    """Return the cost of the most loaded rank in each minibatch, summed over the minibatches."""
     total = 0.0
     for minibatch in minibatches:
         load: defaultdict[int, float] = defaultdict(float)
@@ -131,7 +130,7 @@ def _slowest(costs: Sequence[float], minibatches: Sequence[Sequence[int]], owner
 
 
 def _move(batch: Batch, owner: Tensor, tensor_parallel_size: int) -> Batch:
-    """Send each trajectory [M] to the ranks of its new data-parallel rank; return those received, by group."""
+    """Send each trajectory [M] to its new data-parallel rank's ranks; return the received ones, ordered by group."""
     shares_by_rank = {}
     for data_parallel_rank in set(owner.tolist()) if batch.num_trajectories else ():
         share = batch.select((owner == data_parallel_rank).nonzero()[:, 0])
@@ -168,9 +167,9 @@ def split_minibatches(num_groups: int, num_minibatches: int, generator: torch.Ge
     """Split groups at random into minibatches whose numbers of groups differ by at most one.
 
     Args:
-        num_groups: of all ranks.
+        num_groups: number of groups of all ranks.
         num_minibatches: number of minibatches; fewer if there are fewer groups.
-        generator: of the random order; in the same state on all ranks.
+        generator: for the random order; in the same state on all ranks.
 
     Returns:
         For each minibatch a list of groups in ``range(num_groups)``; every group is in exactly one.
@@ -192,7 +191,7 @@ def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], 
     every rank gets a group if there are enough.
 
     Args:
-        costs: [G], of each group.
+        costs: [G], the cost of each group.
         minibatches: a list of groups for each minibatch.
         num_ranks: number of data-parallel ranks.
 
@@ -282,7 +281,7 @@ class Packing:
 
 
 def find_long_prefixes(batch: RolloutBatch) -> Prefixes:
-    """Return the prefixes that sequences of a batch on the CPU share; 0 if below :data:`MIN_SHARED` of a sequence."""
+    """Return the prefixes that sequences of a batch on the CPU share; 0 if below the share :data:`MIN_SHARED`."""
     order, lengths = find_prefixes(batch.token_ids, batch.cu_seqlens)
     return Prefixes(order, np.where(lengths >= MIN_SHARED * batch.lengths.numpy(), lengths, 0))
 
@@ -293,10 +292,10 @@ def join_families(
     """Group sequences into families with a long common prefix, which one micro-batch computes once.
 
     Args:
-        prefixes: of all sequences.
+        prefixes: the shared prefixes of all sequences.
         lengths: [N], in tokens.
-        max_tokens: of a family; one that has more is cut, and each part computes the prefix again.
-        path_share: what a shared token takes of the memory of one that is computed, where its key and value are copied.
+        max_tokens: maximum tokens of a family; a larger family is split, and each part computes the prefix.
+        path_share: memory of a shared token, whose key and value are copied, as a share of a computed token's memory.
 
     Returns:
         For each family a list of sequences, in the order of first sequences; and the effective tokens of each family.
@@ -326,10 +325,10 @@ def split_microbatches(
 
     Args:
         lengths: [N], in tokens.
-        max_tokens: of a micro-batch, except one of a single longer sequence.
-        costs: [N], of each sequence, increasing with its length; None for its tokens. Attention makes a long sequence
-            more expensive than several short ones with the same total number of tokens.
-        at_least: least number of micro-batches, if there are as many sequences.
+        max_tokens: maximum tokens of a micro-batch, except for a single longer sequence.
+        costs: [N], the cost of each sequence, increasing with its length; None for its number of tokens. Attention
+            makes a long sequence more expensive than several short ones with the same total number of tokens.
+        at_least: minimum number of micro-batches, if there are as many sequences.
 
     Returns:
         For each micro-batch a list of sequence indices.

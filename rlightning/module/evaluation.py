@@ -38,9 +38,9 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
     """Return metrics of one validation batch, as means over its trajectories and prompts.
 
     Args:
-        batch: with rewards; a reward of NaN counts as 0, and as not passed. An empty batch, on a rank without a share
-            of the last prompts, gives zeros, which have no weight.
-        num_samples: trajectories of each prompt. A group in which fewer were sampled has no pass@k for larger k.
+        batch: a batch with rewards; NaN counts as reward 0, and as not passed. An empty batch, on a rank without a
+            share of the last prompts, gives zeros, which have weight 0.
+        num_samples: trajectories of each prompt. A group with fewer sampled trajectories has no pass@k for larger k.
 
     Returns:
         reward, length (tokens), truncated (share), and pass@k for k = 1, 2, 4, ... up to ``num_samples``.
@@ -132,13 +132,13 @@ class EvaluationSteps(UpdateModule):
         self.on_validation_epoch_end()
 
     def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Trajectory]]]:
-        """Complete each prompt ``samples_per_prompt`` times with the settings of the ``rollout`` section."""
+        """Return each prompt with ``samples_per_prompt`` trajectories, with the settings of the section ``rollout``."""
         on_completed = partial(fire, self.trainer, self, "on_predict_prompt_end")
         groups = self._engine.generate(prompts, self.plan.samples_per_prompt, self.sampling, on_completed)
         return list(zip(prompts, groups, strict=True))
 
     def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
-        """Called with the trajectories of one prompt while those of other prompts are still generated."""
+        """Called with the trajectories of one prompt while those of other prompts are still being sampled."""
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
         """Return the reward of each trajectory: [M]."""
@@ -150,7 +150,7 @@ class EvaluationSteps(UpdateModule):
         return batch if len(counted) == batch.num_trajectories else batch.select(counted)
 
     def _is_sampled(self, trajectory: Trajectory) -> bool:
-        """Return whether a trajectory ended by itself, by a limit on tokens or turns, or, if counted, a timeout."""
+        """Return whether a trajectory finished, or a limit on tokens or turns ended it, or a timeout if these count."""
         return trajectory.status in ("finished", "truncated", *(("timeout",) if self.count_timeouts else ()))
 
     @property
@@ -165,7 +165,7 @@ class EvaluationSteps(UpdateModule):
         return self.generator
 
     def log_evaluation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-        """Complete and reward this rank's prompts of a set; log rewards and pass@k as ``<prefix>/<set>/...``."""
+        """Sample and reward completions of this rank's prompts; log rewards and pass@k as ``<prefix>/<set>/...``."""
         chosen: ValidationSet = self.trainer.datamodule.validation_sets[dataloader_idx]  # type: ignore[attr-defined]
         failures = self.validation_failures.setdefault(dataloader_idx, self._count_failures(chosen, dataloader_idx))
         num_samples = chosen.samples_per_prompt

@@ -61,8 +61,8 @@ def make_module(cls: type[Module], values: Mapping[str, object], given: Mapping[
     Args:
         cls: the module's class.
         values: arguments in a checkpoint, by name.
-        given: arguments that replace these.
-        where: the checkpoint's name in errors.
+        given: arguments that replace those of ``values``.
+        where: name of the checkpoint, for errors.
 
     Raises:
         ConfigError: an argument is missing, a secret is not in the environment, or a class cannot be found.

@@ -1,4 +1,4 @@
-"""The names of the metrics that this package logs, and which of them a run can log: docs/metrics.md explains them."""
+"""The names of the metrics that a run can log; docs/metrics.md explains them."""
 
 import re
 from typing import TYPE_CHECKING
@@ -38,7 +38,7 @@ def find_names(trainer: Trainer, module: "EvaluationSteps") -> list[str] | None:
     """Return the names of all metrics that a run can log, before the run starts.
 
     Returns:
-        Names, with a ``<placeholder>`` for numbers and moments; None if a user's class may log others.
+        Names, with a ``<placeholder>`` for numbers and names that vary; None if a user's class may log others.
     """
     data: object = trainer.datamodule  # type: ignore[attr-defined]
     sources = [module, data, *callbacks_of(trainer)]
@@ -60,8 +60,6 @@ def find_names(trainer: Trainer, module: "EvaluationSteps") -> list[str] | None:
 
 
 def is_among(name: str, names: list[str]) -> bool:
-    """Return whether a metric's name is one of :func:`find_names`, with or without Lightning's suffix "_step" or
-    "_epoch".
-    """
+    """Return whether a metric's name is among :func:`find_names`, with or without the suffix "_step" or "_epoch"."""
     patterns = (re.sub(r"<\w+>", "[^/]+", re.escape(known)) for known in names)
     return any(re.fullmatch(rf"{pattern}(_step|_epoch)?", name) for pattern in patterns)

@@ -34,7 +34,7 @@ class RunningMeans:
             self._counts[name] = self._counts.get(name, 0) + count
 
     def add_share(self, name: str, part: Tensor, whole: Tensor) -> None:
-        """Add a numerator and a denominator, both scalars; the metric is the quotient of their sums."""
+        """Add a numerator and a denominator, both scalars; the metric is the quotient of both sums."""
         self._sums[name] = self._sums.get(name, 0) + part.double()
         self._counts[name] = self._counts.get(name, 0) + whole
 
@@ -45,7 +45,7 @@ class RunningMeans:
         self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
 
     def compute(self, all_sum: Reduce, all_max: Reduce) -> dict[str, float]:
-        """Return the means and maxima over all ranks, by metric names, which must be the same on each rank."""
+        """Return means and maxima over all ranks by metric name; the names must be the same on each rank."""
         result: dict[str, float] = {}
         if self._sums:
             table = torch.stack(
@@ -62,10 +62,10 @@ class RunningMeans:
 def rollout_metrics(
     batch: RolloutBatch, all_sum: Reduce, all_max: Reduce, *, compared: Tensor | None = None
 ) -> dict[str, float]:
-    """Return a rollout's metrics of rewards, signal, lengths and branches; a NaN reward is one that failed.
+    """Return a rollout's metrics of rewards, learning signal, lengths and branches; a NaN reward counts as failed.
 
     Args:
-        batch: with all rewards, including those that failed or give no signal.
+        batch: the batch with all rewards, including those that failed or give no signal.
         all_sum: sums over the ranks, each of which has its own trajectories.
         all_max: takes the maximum over the ranks.
         compared: [M] rewards that decide whether a group has a signal; None for ``batch.rewards``.

@@ -91,7 +91,7 @@ class _Monitor:
         return f"{_name_of(self)}{kwargs!r}"
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Raise a ConfigError for a metric that a whole step, with all of its callbacks, has not logged."""
+        """Raise a ConfigError for a monitored metric that the previous step, with all of its callbacks, did not log."""
         if self._has_trained and not self._is_known:
             self._check_name(trainer, pl_module)
 
@@ -150,8 +150,8 @@ def logs_at_epoch_end(trainer: Trainer, module: object) -> bool:
 class StepCheckpoint(_Monitor, ModelCheckpoint):
     """A ``ModelCheckpoint`` that saves by steps or time, with a metric of that step, and always saves the last state.
 
-    If a save is due in a step without the monitored metric, it happens at the next validation. The last state is saved
-    at the end of the run and before SIGTERM or Ctrl-C ends it, except with ``save_top_k=0`` and without ``save_last``.
+    A save that is due in a step without the monitored metric happens at the next validation. The last state is saved at
+    the end of the run, also when SIGTERM or Ctrl-C ends it, except with ``save_top_k=0`` and without ``save_last``.
     """
 
     _is_due = False
@@ -164,13 +164,13 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Save after every n-th step, or when the time interval is over."""
+        """Save after every n-th step, or when the time interval has passed."""
         self._has_trained = True
         self._is_due |= self._is_triggered(trainer)
         self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save after a validation, except at an epoch's end, including a save that waited for the metric."""
+        """Save after a validation, except at an epoch's end; also if an earlier save waited for the metric."""
         self._note_validation(trainer)
         if not is_nothing_to_save(self, trainer) and not self._should_save_on_train_epoch_end(trainer):
             self._is_due |= self._is_epoch_due(trainer)
@@ -189,7 +189,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
             log.warning("%s No checkpoint was chosen by it.", _unknown(self, self.monitor, self._metrics(trainer)))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the last state before a signal ends the run: between two steps, or before a step's update."""
+        """Save a last checkpoint when SIGTERM or Ctrl-C ends the run, unless it interrupted an update."""
         is_stopped = isinstance(exception, SIGTERMException)
         if isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1:
             is_stopped = stop_signal(trainer).can_interrupt
@@ -230,12 +230,12 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         return super()._should_save_on_train_epoch_end(trainer)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        stop_signal(trainer).keep_step()  # a save that has started is finished
+        stop_signal(trainer).keep_step()  # a save that has started must end
         super()._save_checkpoint(trainer, filepath)
 
     def _save_if_due(self, trainer: Trainer) -> None:
         if is_nothing_to_save(self, trainer):
-            self._is_due = False  # above all where this step is saved already
+            self._is_due = False  # even if this step is already saved
         if not self._is_due or not self._is_logged(trainer):
             return
         self._is_due = False
@@ -267,7 +267,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
             self.save_last = chosen
 
     def _keeps_last_state(self, trainer: Trainer) -> bool:
-        """Whether this callback saves the last state: its arguments ask for it, or no other callback saves it."""
+        """Whether this callback saves the last state: its arguments ask for it, or no other callback does it."""
         if self._saves_all_ends:
             return True
         others = [c for c in trainer.checkpoint_callbacks if isinstance(c, StepCheckpoint) and c is not self]
@@ -300,7 +300,7 @@ class StepEarlyStopping(_Monitor, EarlyStopping):
         super().on_train_epoch_end(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the count, limited to this run's ``patience``."""
+        """Restore the number of checks without improvement, limited to this run's ``patience``."""
         patience = self.patience
         super().load_state_dict(state_dict)
         self.patience = patience

@@ -14,7 +14,7 @@ class StepsWithoutSignal:
         limit: number of consecutive steps that ends the run.
 
     Attributes:
-        number: of consecutive steps so far.
+        number: number of consecutive steps so far.
     """
 
     def __init__(self, limit: int) -> None:
@@ -29,9 +29,9 @@ class StepsWithoutSignal:
 
         Args:
             step: counted from 1.
-            num_sampled: number of its completions, with refills, over all ranks.
+            num_sampled: number of the step's completions, with refills, over all ranks.
             num_kept: number of completions with a learning signal.
-            is_told: whether this rank logs that the step is skipped.
+            is_told: whether this rank logs that the update is skipped.
 
         Raises:
             ConfigError: the limit is reached.

@@ -32,14 +32,12 @@ SCHEDULE_KEYS = tuple(field.name for field in fields(LRSchedulerConfig))
 
 
 def checked(configure_optimizers: Callable[..., object]) -> Callable[..., object]:
-    """Wrap ``configure_optimizers`` so that its return value is checked: Lightning would raise a KeyError, or fail
-    later.
-    """
+    """Wrap ``configure_optimizers`` to check its return value: Lightning would raise a KeyError, or fail later."""
 
     @functools.wraps(configure_optimizers)
     def configure(*args: object, **kwargs: object) -> object:
         found = configure_optimizers(*args, **kwargs)
-        if found is None:  # Lightning would warn of it, and train nothing
+        if found is None:  # Lightning would only warn, and train nothing
             raise ConfigError(f"{METHOD} returns no optimizer of the model's parameters: it returns None. {FORMS}")
         check_form(found)
         return _without_nones(found)
@@ -53,7 +51,7 @@ def check_form(found: object) -> None:
     None is accepted: it means no optimizer.
 
     Raises:
-        ConfigError: the value is in none of these forms.
+        ConfigError: the value has none of these forms.
     """
     entries: list[Any] = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
     if len(entries) == 2 and isinstance(entries[0], list):
@@ -90,7 +88,7 @@ def _check_keys(entry: Mapping[str, object], known: Sequence[str], required: str
 
 
 def _without_nones(found: object) -> object:
-    """Return the value without schedules that are None, which Lightning would try to use."""
+    """Return the value without schedules that are None, which Lightning would try to step."""
     if isinstance(found, dict):
         return {key: value for key, value in found.items() if key != "lr_scheduler" or value is not None}
     if type(found) is list:
@@ -104,9 +102,8 @@ def prepare_optimizers(
     """Check that the module can step the optimizers, and apply the schedules to parameter groups that were added later.
 
     Raises:
-        ConfigError: for an optimizer that needs a closure or sparse gradients, a schedule that needs a metric, ends
-            before the run or has no frequency, a parameter in two optimizers, and optimizers without a parameter of
-            ``network``.
+        ConfigError: an optimizer needs a closure or sparse gradients; a schedule needs a metric, ends before the run or
+            has no frequency; a parameter is in two optimizers; or no optimizer has a parameter of ``network``.
     """
     for optimizer in optimizers:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -170,7 +167,7 @@ def _check_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> No
 def drop_untrained(network: nn.Module, optimizers: Sequence[LightningOptimizer], named: set[str]) -> None:
     """Delete gradients that no optimizer uses, which would accumulate over steps and count in the gradient norm.
 
-    A warning names their parameters, except those in ``named``, to which they are added.
+    A warning names the parameters that are not in ``named``, and adds them to it.
     """
     held = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     left = {p for p in network.parameters() if p.grad is not None and p not in held}
@@ -206,10 +203,10 @@ def step_optimizers(wrapped: Sequence[LightningOptimizer], *, is_last: bool) -> 
 
 
 def step_schedules(schedules: Sequence[LRSchedulerConfig], num_rollouts: int) -> None:
-    """Step each schedule after every rollout, or after every n-th if its ``frequency`` is n."""
+    """Step each schedule after every rollout, or after every n-th rollout if its ``frequency`` is n."""
     for config in schedules:
         if num_rollouts % config.frequency == 0:
-            config.scheduler.step()  # type: ignore[call-arg]  # one by a metric has been refused
+            config.scheduler.step()  # type: ignore[call-arg]  # one that needs a metric has been rejected
 
 
 def learning_rates(optimizers: Sequence[LightningOptimizer]) -> dict[str, float]:

@@ -63,8 +63,8 @@ OPTIMIZER_KEYS = tuple(field.name for field in fields(AdamWSettings))
 class PolicyModule(Ranks, SavedModule):
     """Loads and optimizes the actor, exports its weights, and computes its log-probabilities.
 
-    The configuration and the tokenizer are read at once, which finds mistakes early; the weights are loaded in
-    :meth:`configure_model`, when Lightning has set up its devices.
+    The configuration and the tokenizer are read immediately, which finds mistakes early; the weights are loaded in
+    :meth:`configure_model`, after Lightning has set up its devices.
 
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
@@ -111,7 +111,7 @@ class PolicyModule(Ranks, SavedModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        # Checkpoints hold them as the optimizer's.
+        # Checkpoints contain them as the optimizer's settings.
         self.lr, self.weight_decay, self.betas = to_python((lr, weight_decay, betas))
         self.warmup_steps, self.lr_schedule, self.max_grad_norm = warmup_steps, lr_schedule, max_grad_norm
         self.optimizer_states: OptimizerStates = optimizer_states
@@ -126,7 +126,7 @@ class PolicyModule(Ranks, SavedModule):
         if self._is_folder:
             check_folder(model, self.model_config)
         self.adapter = None if adapter is None else resolve_adapter(adapter, model, self.model_config)
-        self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # a file's, once it is there
+        self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # set after construction, from a file
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
         self.share_prefixes = share_prefixes
         self.sends_adapter = False
@@ -151,7 +151,7 @@ class PolicyModule(Ranks, SavedModule):
         return AdamWSettings(**{name: vars(self)[name] for name in OPTIMIZER_KEYS})
 
     def configure_model(self) -> None:
-        """Load the networks of all roles that are not loaded. Lightning calls this in every ``fit`` and so on."""
+        """Load the networks of roles that are not loaded yet. Lightning calls this in each ``fit`` and so on."""
         loaded = {name: role.network for name, role in self.roles.items()}
         self.roles = self.configure_roles()
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
@@ -175,8 +175,8 @@ class PolicyModule(Ranks, SavedModule):
         actor = self.load_model(self.model_path, is_trained=self.adapter is None, adapter=self.adapter)
         self.stored_dtype = stored_dtype(find_weights(self.model_path)) or self.stored_dtype
         if next(actor.parameters()).is_cuda:
-            # Before any backward pass: autograd's threads keep the number of host threads that they start with, and
-            # torch.compile compiles anew for another one what they recompute.
+            # Before any backward pass: autograd's threads keep the number of host threads with which they start, and
+            # torch.compile would compile what they recompute again for another number.
             limit_host_threads()
         return actor
 
@@ -256,7 +256,7 @@ class PolicyModule(Ranks, SavedModule):
             checkpoint[adapter_checkpoints.KEY] = adapter_checkpoints.describe_base(self.adapter, self.model_path)
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
-        """Raise a ConfigError for a checkpoint with another kind of adapter or another base model."""
+        """Raise a ConfigError for a checkpoint with another adapter or another base model."""
         adapter_checkpoints.check_resumed(checkpoint.get(adapter_checkpoints.KEY), self.adapter, self.model_path)
         super().on_load_checkpoint(checkpoint)
 
@@ -266,7 +266,7 @@ class PolicyModule(Ranks, SavedModule):
         return state if self.adapter is None else adapter_checkpoints.without_base(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state, which lacks an adapter's base; if strict, other names or shapes raise a ConfigError."""
+        """Load a state, which lacks an adapter's base; if ``strict``, other names or shapes raise a ConfigError."""
         own = super().state_dict()
         if self.adapter is not None:
             state_dict = adapter_checkpoints.with_base(state_dict, own)
@@ -308,17 +308,17 @@ class PolicyModule(Ranks, SavedModule):
         yield from named_weights(self.loaded_actor)
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """Context in which the actor computes without its adapter and without gradients."""
+        """Context manager in which the actor computes without its adapter and without gradients."""
         return adapter_off(self.loaded_actor)
 
     def perturbed_adapter(self) -> AbstractContextManager[None]:
-        """Context with changed adapter values, by which a check detects an engine without the adapter; a collective."""
+        """Context manager that perturbs the adapter, to detect an engine without the adapter; a collective."""
         return perturbed_adapter(self.loaded_actor)
 
     def save_hf(self, path: str | Path) -> None:
         """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the original weights.
 
-        An adapter is merged into its base. An existing folder is replaced when the new one is complete.
+        An adapter is merged into its base. An existing folder is replaced once the new one is complete.
         """
         save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
 
@@ -335,19 +335,19 @@ class PolicyModule(Ranks, SavedModule):
         """Return the actor's log-probabilities of the sampled tokens at temperature 1, to verify an engine's.
 
         Args:
-            batch: on the CPU.
-            dtype: the engine's. The actor computes in it if it is bfloat16 or float16, else in the run's own dtype.
+            batch: a batch on the CPU.
+            dtype: the engine's dtype, in which the actor computes if it is bfloat16 or float16; else it uses the run's.
 
         Returns:
             [T] float32, on the actor's device; 0 where not sampled.
         """
         is_half = dtype.itemsize == 2
         plugin = self.trainer.precision_plugin
-        # Autocast may be on already; what it keeps of weights would miss the values that they have here.
+        # Autocast may be enabled already, and its cache of weights would not have the values that they have here.
         precision = (
             torch.autocast(self.device.type, dtype, cache_enabled=False) if is_half else plugin.forward_context()
         )
-        # A few sequences now and then are not worth compiled graphs of their own, of a forward without gradient.
+        # A few sequences now and then are not worth separate compiled graphs for a forward without gradient.
         is_merged = self.adapter is not None and not self.sends_adapter
         merged = merged_forward(self.loaded_actor) if is_merged else nullcontext()
         with torch.compiler.set_stance("force_eager"), rounded_vectors(self.loaded_actor, dtype), precision, merged:
@@ -360,10 +360,10 @@ class PolicyModule(Ranks, SavedModule):
         """Return log-probabilities of the sampled tokens, computed in micro-batches without gradients.
 
         Args:
-            batch: on the CPU.
+            batch: a batch on the CPU.
             model: the actor, or a reference.
             temperature: divides the logits; replaced by a prompt's own temperature, if it has one.
-            max_tokens: of one micro-batch.
+            max_tokens: maximum tokens of a micro-batch.
 
         Returns:
             [T] float32, on the CPU; 0 where not sampled.
@@ -380,9 +380,9 @@ class PolicyModule(Ranks, SavedModule):
         return torch.cat([torch.zeros(0, dtype=torch.float32), *(by_sequence[n] for n in range(batch.num_sequences))])
 
     def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
-        """Return the given sequences on this rank's device; a padding batch without loss if none are given.
+        """Return the given sequences on this rank's device; if none are given, a padding batch that adds no loss.
 
-        Long prefixes that they share are computed once, if that is asked for.
+        With ``share_prefixes``, their long common prefixes are computed once.
         """
         return self.packing.microbatch(batch, sequences)
 
@@ -393,7 +393,7 @@ class PolicyModule(Ranks, SavedModule):
     def costs(self, batch: RolloutBatch) -> Tensor:
         """Return the floating point operations of forward and backward over each sequence: [N].
 
-        A long prefix that several sequences share counts for one of them.
+        A long prefix that several sequences share is counted for only one of them.
         """
         return self.packing.costs(batch)
 

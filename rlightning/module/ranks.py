@@ -12,7 +12,7 @@ from rlightning.protocols import HasTensorParallelSize, has
 
 
 class Ranks(LightningModule):
-    """A module that trains on one process, or on several with data, fully sharded or tensor parallelism."""
+    """A module trained by one process, or by several with data parallelism, sharding or tensor parallelism."""
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -44,14 +44,14 @@ class Ranks(LightningModule):
         return all_reduce(tensor, "max")
 
     def local_gradients(self) -> AbstractContextManager[None]:
-        """Context in which backward passes postpone the averaging of gradients over ranks.
+        """Context manager in which backward passes do not yet average gradients over ranks.
 
-        For all micro-batches of an optimizer step except the last.
+        It is used for all micro-batches of an optimizer step except the last.
         """
         strategy = self.trainer.strategy
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
     def average_gradients(self) -> None:
-        """Average over the ranks the gradients that the strategy leaves out: those outside sharded models."""
+        """Average over the ranks those gradients that the strategy leaves out: of parameters outside sharded models."""
         if isinstance(self.trainer.strategy, FSDP):
             self.trainer.strategy.average_gradients()

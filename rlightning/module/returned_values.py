@@ -11,7 +11,7 @@ def returned_tensor(values: object, length: int, method: str, unit: str) -> Tens
     """Return a method's values, one for each ``unit``, as a tensor [length]; integers are converted to floats.
 
     Raises:
-        ConfigError: they are not numbers, or their number differs from ``length``.
+        ConfigError: the values are not numbers, or there are not ``length`` of them.
     """
     try:
         tensor = torch.as_tensor(values)
@@ -30,7 +30,7 @@ def returned_loss(values: object, num_tokens: int, term: str) -> tuple[Tensor, d
     """Check and return the result of a loss term: [T] losses, and [T] values by name for the metrics.
 
     Raises:
-        ConfigError: it has another type or shape.
+        ConfigError: the result has another type or shape.
     """
     if not (isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], dict)):
         raise ConfigError(

@@ -63,7 +63,7 @@ class RLModule(EvaluationSteps):
         count_timeouts: train on trajectories that have run out of time, with the environment's reward, or 0. Otherwise
             they count as not sampled, like aborted and failed ones.
         max_failed_share: maximum share of samples whose rewards may fail, in a step (with refills, over all ranks) or
-            in a validation set; otherwise the run ends.
+            in a validation set, before the run ends.
         max_steps_without_signal: number of consecutive steps without a learning signal after which the run ends. Such
             steps skip their update, with a warning.
         max_unrewarded_references: maximum share of a prompt set's reference answers that get no reward when scored as
@@ -74,7 +74,7 @@ class RLModule(EvaluationSteps):
         validate_first: validate before the first step too.
         stop_grace: seconds from SIGTERM or Ctrl-C to the end of the process, in which the state is saved; a little less
             than a scheduler's own. A step that still samples after half of this time is interrupted.
-        kwargs: of :class:`~rlightning.module.update.UpdateModule`.
+        kwargs: arguments of :class:`~rlightning.module.update.UpdateModule`.
     """
 
     max_refills = 0
@@ -117,7 +117,7 @@ class RLModule(EvaluationSteps):
     # What the data module and the loggers call
 
     def check_columns(self, columns: Sequence[str], source: str) -> None:
-        """Raise a ConfigError if a prompt set lacks columns that reward functions read; for the data module."""
+        """Raise a ConfigError if a prompt set lacks columns that reward functions read; called by the data module."""
         self.rewarder.check(columns, source)
 
     def read_columns(self, columns: Sequence[str]) -> list[str]:
@@ -152,7 +152,7 @@ class RLModule(EvaluationSteps):
         """Raise a ConfigError for invalid settings. Lightning calls this before an engine or a model is loaded."""
         ignore_warnings()
         stage = self.trainer.state.fn
-        # An override of the user's may need no reward function, and an environment may reward.
+        # A user's override may need no reward function, and an environment may give rewards.
         is_rewarded = any(has(one, HasEnvironment) and bool(one.environment) for one in callbacks_of(self.trainer))
         needs_function = self.generates and stage != "predict" and self._has_own_rewards and not is_rewarded
         if needs_function and not self.rewarder.functions:
@@ -235,7 +235,7 @@ class RLModule(EvaluationSteps):
         self.weight_version += 1
         if batch is not None:
             fire(self.trainer, self, "on_update_end", batch)
-        # Lightning would repeat the values of the step before where there are no new ones.
+        # Otherwise Lightning repeats the previous step's values of metrics that have no new ones.
         self._no_update |= dict.fromkeys(metrics, math.nan)
         self.log_dict(self._no_update | metrics | {"step": float(self.trainer.global_step)})  # the loggers' x-axis
 
@@ -256,7 +256,7 @@ class RLModule(EvaluationSteps):
             kept = [self._keep(sampled[0])]
             for _ in range(self.max_refills):
                 missing = len(prompts) - sum(len(set(batch.group_ids.tolist())) for batch in kept)
-                # Every rank takes as many prompts as the others, though one alone may lack some.
+                # All ranks take the same number of prompts, although only one of them may lack some.
                 share = math.ceil(all_reduce(torch.tensor(missing), name="rewards are there").item() / world_size())
                 if share <= 0:
                     break
@@ -279,7 +279,7 @@ class RLModule(EvaluationSteps):
         return self.batch_type.concatenate(kept) if num_kept else None
 
     def balance(self, batch: RolloutBatch) -> RolloutBatch:
-        """Exchange trajectories between ranks, so that the update is about equal work on each rank.
+        """Exchange trajectories between ranks, so that each rank has about equal work in the update.
 
         Returns:
             Whole groups, on the CPU; ``group_ids`` are numbered over all ranks.
@@ -293,8 +293,7 @@ class RLModule(EvaluationSteps):
         )
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
-        """Sample ``samples_per_prompt`` trajectories of each prompt; with prompts in flight, return as many earlier
-        ones.
+        """Sample ``samples_per_prompt`` trajectories of each prompt; with prompts in flight, return earlier ones.
 
         Returns:
             A batch without rewards, on the CPU, of the trajectories that count as sampled.
@@ -310,7 +309,7 @@ class RLModule(EvaluationSteps):
         return counted
 
     def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
-        """Start the reward functions on one prompt's trajectories while those of other prompts are generated.
+        """Start the reward functions on one prompt's trajectories while those of other prompts are being sampled.
 
         Does nothing if :meth:`compute_rewards` is overridden.
         """
@@ -345,7 +344,7 @@ class RLModule(EvaluationSteps):
         if self.kl_coef and self.kl_placement == "reward":
             batch.rewards = self.penalize_rewards(batch)
         advantages = self.compute_advantages(batch)
-        batch.rewards = rewards  # callbacks see what was rewarded
+        batch.rewards = rewards  # callbacks get the batch that was rewarded
         batch.advantages = returned_tensor(advantages, batch.num_tokens, "compute_advantages", "tokens")
         batch.check()
         if self.mask_truncated:
@@ -367,7 +366,8 @@ class RLModule(EvaluationSteps):
         """Return each trajectory's reward; by default the weighted sum of reward functions and environment reward.
 
         Args:
-            batch: on the CPU, with ``trajectories`` [M]; for single-turn ones also ``prompts`` and ``completions`` [M].
+            batch: a batch on the CPU, with ``trajectories`` [M]; for single-turn ones also ``prompts`` and
+                ``completions``.
 
         Returns:
             [M] floats; NaN for a trajectory that counts as not sampled. Without reward functions this includes
@@ -411,8 +411,8 @@ class RLModule(EvaluationSteps):
         """Return the advantage of each token.
 
         Args:
-            batch: with ``rewards`` [M], none of them NaN, and ``group_ids`` [M]; ``batch.to_tokens`` expands [M] to
-                [T].
+            batch: a batch with ``rewards`` [M], none of them NaN, and ``group_ids`` [M]; ``batch.to_tokens`` expands
+                [M] to [T].
 
         Returns:
             [T] float32.

@@ -1,8 +1,8 @@
 """Roles: the models of a run, such as actor and reference, as a module's ``configure_roles`` returns them.
 
 The network of a trained role is a child module with the role's name: strategies move it and average its gradients,
-checkpoints contain it, and it has its own optimizer and gradient norm. The network of a frozen role is no child module,
-so that checkpoints and strategies ignore it.
+checkpoints contain it, and it has its own optimizer and gradient norm. The network of a frozen role is not a child
+module, so that checkpoints and strategies ignore it.
 """
 
 import math
@@ -56,7 +56,7 @@ class ModelRole:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the network is trained; a trained network is a child module, and is part of checkpoints."""
+        """Whether the network is trained, and hence a child module and part of checkpoints."""
         return self.optimizer is not None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -98,7 +98,8 @@ def clip_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str,
     """Clip each trained role's gradients to its ``max_grad_norm``; drop gradients that are not finite.
 
     Returns:
-        The metrics ``optim/grad_norm`` (before clipping) and ``optim/skipped``, [1] each, by role except for the actor.
+        The metrics ``optim/grad_norm`` (before clipping) and ``optim/skipped``, [1] each; for roles other than the
+        actor with the role's name.
     """
     metrics: dict[str, Tensor] = {}
     for name, parameters in parameters_by_role(module, roles).items():
@@ -116,7 +117,7 @@ def make_optimizers(
 ) -> tuple[list[AdamW], list[ConfiguredLR]]:
     """Return the optimizers and schedules of the trained roles, the actor's first.
 
-    Parameters in no role have two groups of their own after the actor's two.
+    Parameters in no role have two separate groups after the actor's two.
     """
     is_on_host = isinstance(trainer.strategy, FSDP) and trainer.strategy.cpu_offload == "optimizer"
     in_roles = {parameter for role in roles.values() for parameter in role.parameters()}
@@ -134,7 +135,7 @@ def make_optimizers(
         label = "" if name == ACTOR else name
         optimizers.append(make_optimizer(role.optimizer, *splits, is_state_on_host=is_on_host, name=label))
         max_steps = trainer.max_steps
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # which has set it
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # which sets it
             max_steps = max(max_steps, role.optimizer.warmup_steps + 1)
         schedules.append(make_lr_schedule(optimizers[-1], role.optimizer, max_steps=max_steps))
     return optimizers, schedules

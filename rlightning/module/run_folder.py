@@ -22,7 +22,7 @@ def lock_run_of(trainer: Trainer) -> None:
     """Lock the folder of a fit if a callback writes there and the command line has not locked it; called on every rank.
 
     Raises:
-        ConfigError: another run uses the folder, or it cannot be written to.
+        ConfigError: another run uses the folder, or it is not writable.
     """
     is_other = execution_mode() is ExecutionMode.WORKER or not trainer.is_global_zero
     if is_other or "://" in str(trainer.default_root_dir):

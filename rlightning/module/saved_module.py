@@ -29,8 +29,9 @@ class SavedModule(PromptBatchModule):
     """A module whose checkpoints hold its settings and the arguments of its constructor.
 
     Attributes:
-        arguments: of the constructor, by name.
-        configuration: all keys of the command line's configuration, if it has constructed this module.
+        arguments: arguments of the constructor, by name.
+        configuration: all keys of the configuration from which the command line has constructed this module; else
+            empty.
     """
 
     arguments: dict[str, Any]
@@ -48,7 +49,7 @@ class SavedModule(PromptBatchModule):
         return module
 
     def on_save_checkpoint(self, checkpoint: StateDict) -> None:
-        """Save the settings in force and the constructor's arguments, without objects and secrets."""
+        """Save the current settings and the constructor's arguments, without objects and secrets."""
         checkpoint[SETTINGS] = self.settings
         checkpoint[ARGUMENT_NAMES] = list(self.arguments)
         key, of_data = self.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY
@@ -74,11 +75,11 @@ class SavedModule(PromptBatchModule):
             map_location: the device for the module.
             strict: whether the names of all weights must match.
             weights_only: as in ``torch.load``.
-            kwargs: arguments that replace those in the checkpoint. Arguments that it cannot contain, such as lambdas as
-                reward functions, have their defaults unless given here.
+            kwargs: arguments that replace those in the checkpoint. Arguments that a checkpoint cannot contain, such as
+                lambdas as reward functions, have their defaults unless given here.
 
         Raises:
-            ConfigError: it is no checkpoint of a run, or an argument without a default is missing.
+            ConfigError: the path is not a checkpoint of a run, or an argument without a default is missing.
         """
         checkpoint = AtomicCheckpointIO().load_checkpoint(checkpoint_path, "cpu", weights_only)
         if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:

@@ -48,7 +48,7 @@ def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:
 
 
 def wrap(name: str, text: str) -> str:
-    """Return a row of the summary; further lines are indented to the start of its text."""
+    """Return a row of the summary; text that does not fit on the first line is indented."""
     return fill(
         f"{name:<{NAME_WIDTH}}{text}",
         WIDTH,
@@ -77,7 +77,7 @@ def describe_model(trainer: Trainer, module: EvaluationSteps) -> str:
 
 
 def describe_layout(trainer: Trainer) -> str:
-    """Return the number of ranks, their devices, and which part of the model each rank holds."""
+    """Return the number of ranks, their devices, and the part of the model that each rank stores."""
     parallelism, device = Parallelism.of(trainer.strategy, trainer.world_size), trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     num_ranks = trainer.world_size
@@ -153,5 +153,5 @@ def relative(path: str | Path, folder: Path) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Return a size in MiB, or from 1 GiB on in GiB."""
+    """Return a size in MiB, or in GiB if it is at least 1 GiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size / 2**20:.1f} MiB"

@@ -97,7 +97,7 @@ _DATA = {
 
 
 def check_data_source(trainer: Trainer, module: LightningModule) -> None:
-    """Raise a ConfigError for loaders in place of a data module, whose batches are no prompts."""
+    """Raise a ConfigError for loaders instead of a data module: their batches are not prompts."""
     assert trainer.state.fn is not None
     command = trainer.state.fn.value
     hook, argument = _DATA[command]
@@ -129,7 +129,7 @@ def check_unused_options(options: Mapping[str, object]) -> None:
 
 
 def check_callbacks(listed: Iterable[Callback | type]) -> None:
-    """Raise a ConfigError for callbacks of Lightning, or their classes, that cannot work here."""
+    """Raise a ConfigError for callbacks of Lightning, or classes of them, that cannot work with RLModule."""
     for callback in listed:
         kind = callback if isinstance(callback, type) else type(callback)
         for refused, reason in REFUSED_CALLBACKS.items():

@@ -57,12 +57,12 @@ SHARED_SHARE = "attention/shared_share"
 class UpdateModule(PolicyModule):
     """A PolicyModule that updates its actor on rollouts::
 
-        rollout -> mini-batches, one an optimizer step -> micro-batches, one a forward pass -> loss components
+        rollout -> mini-batches (optimizer steps) -> micro-batches (forward passes) -> loss components
 
     Args:
         model: a Hugging Face model with its tokenizer, a folder or a name on the hub.
         prompts_per_step: prompts of a rollout, over all ranks.
-        samples_per_prompt: trajectories of each prompt, which form its group.
+        samples_per_prompt: trajectories of each prompt, which form a group.
         updates_per_rollout: number of minibatches, which are optimizer steps, into which each rollout is split.
         epochs_per_rollout: passes over each rollout.
         max_tokens_per_microbatch: maximum tokens of one forward pass.
@@ -71,13 +71,13 @@ class UpdateModule(PolicyModule):
         kl_placement: whether the KL is added to the loss, or subtracted from the reward.
         entropy_coef: weight of the entropy bonus.
         loss_aggregation: see :func:`~rlightning.objectives.aggregation.aggregate`.
-        rollout_correction: weights of tokens for the difference between sampler and trainer; "auto" for truncated
-            importance sampling if tokens may be stale (``rollout.max_staleness``), else for none.
+        rollout_correction: importance weights of tokens for the difference between sampler and trainer; "auto" for
+            truncated importance sampling if tokens may be stale (``rollout.max_staleness``), otherwise none.
         proximal_policy: whether log-probabilities before a rollout's first update are "recomputed", by their own
             forward pass, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
-            single optimizer step a rollout, the update's forward pass gives them.
+            single optimizer step for each rollout, they are taken from the update's forward pass.
         reference_model: model for ``kl_coef``; None for ``model``, or with an adapter the actor without it.
-        kwargs: of :class:`~rlightning.module.policy_module.PolicyModule`.
+        kwargs: arguments of :class:`~rlightning.module.policy_module.PolicyModule`.
 
     Attributes:
         plan: numbers of prompts, samples, minibatches and epochs of a step.
@@ -137,7 +137,7 @@ class UpdateModule(PolicyModule):
         self.sampling = Sampling()
         self.weight_version = 0
         self._update_progress = 0.0
-        self._untrained: set[str] = set()  # parameters with a gradient and no optimizer, which have been named
+        self._untrained: set[str] = set()  # parameters with a gradient and no optimizer, of which a warning was logged
 
     @property
     def prompts_per_step(self) -> int:
@@ -163,7 +163,7 @@ class UpdateModule(PolicyModule):
         return self.adapter is not None and self.reference_path == self.model_path
 
     def choose_correction(self, max_staleness: int) -> None:
-        """If ``rollout_correction="auto"`` and staleness is allowed, enable the correction (arXiv:2505.24298)."""
+        """With ``rollout_correction="auto"``, enable the correction if staleness is allowed (arXiv:2505.24298)."""
         if self.rollout_correction == "auto":
             self.active_correction = RolloutCorrection() if max_staleness > 0 else None
         if self.rollout_correction == "auto" and self.active_correction is not None:
@@ -175,10 +175,10 @@ class UpdateModule(PolicyModule):
             )
 
     def leave_out_skippable(self, batch: RolloutBatch) -> RolloutBatch:
-        """Mark the sequences that the update can skip, and balance the others over the ranks.
+        """Mark the sequences that the update can skip, and balance the others' costs over the ranks.
 
         Args:
-            batch: with advantages, on the CPU.
+            batch: a batch with advantages, on the CPU.
 
         Returns:
             This rank's part of the batch.
@@ -196,7 +196,7 @@ class UpdateModule(PolicyModule):
         """Run the rollout's optimizer steps, which count as one step of the trainer, and return the update's metrics.
 
         Args:
-            batch: with advantages, on the CPU.
+            batch: a batch with advantages, on the CPU.
         """
         optimizers = wrapped_optimizers(self)
         means = RunningMeans()
@@ -207,13 +207,13 @@ class UpdateModule(PolicyModule):
             drop_untrained(self, optimizers, self._untrained)
             self.average_gradients()
             means.add(clip_by_role(self, self.roles))
-            # Lightning computes training_step() in mixed precision, which would round products of an optimizer.
+            # Lightning runs training_step() under autocast, which would round an optimizer's products.
             with torch.autocast(self.device.type, enabled=False), exact_float32():
                 step_optimizers(optimizers, is_last=number == len(minibatches))
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
         metrics = means.compute(self.all_sum, self.all_max)
-        if metrics.get(SKIPPED_SHARE) == 1:  # every token was skipped, and a mean over none says nothing
+        if metrics.get(SKIPPED_SHARE) == 1:  # every token was skipped: there is no mean
             computed = {name for name in metrics if name.startswith("policy/")} - {SKIPPED_SHARE}
             metrics |= dict.fromkeys(computed, math.nan)
         return metrics | rates
@@ -222,7 +222,7 @@ class UpdateModule(PolicyModule):
         """Advance the trainer's step count and the schedules without changing weights; return the update's metrics."""
         optimizers = wrapped_optimizers(self)
         for optimizer in optimizers:
-            optimizer.zero_grad()  # with gradients of None a step changes nothing
+            optimizer.zero_grad()  # with gradients of None, a step changes nothing
         step_optimizers(optimizers, is_last=True)
         rates = learning_rates(optimizers)
         step_schedules(self.trainer.lr_scheduler_configs, self.trainer.global_step)
@@ -236,7 +236,7 @@ class UpdateModule(PolicyModule):
         override that returns False everywhere computes all sequences.
 
         Args:
-            batch: with advantages, on the CPU.
+            batch: a batch with advantages, on the CPU.
 
         Returns:
             [N] bool.
@@ -247,7 +247,7 @@ class UpdateModule(PolicyModule):
             skippable = batch.sum_tokens(has_advantage.long(), "N") == 0
         components = [replace(one, term=partial(checked_term, one)) for one in self.loss_components()]
         count_units(batch)
-        # Ranks make as many rounds as each other: a term may compute with a sharded model.
+        # All ranks make the same number of passes: a term may compute with a sharded model.
         candidates = batch.select(skippable.nonzero()[:, 0], "N")
         for sequences in self.split_microbatches(candidates, self.plan.max_tokens_per_microbatch):
             microbatch = self.to_microbatch(candidates, sequences)
@@ -266,7 +266,7 @@ class UpdateModule(PolicyModule):
         return [torch.isin(groups, torch.tensor(chosen)).nonzero()[:, 0] for epoch in epochs for chosen in epoch]
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
-        """Run forward and backward over one minibatch, in micro-batches; their number does not change the gradient.
+        """Run forward and backward over one minibatch; the number of micro-batches does not change the gradient.
 
         The host never waits for the device, so that it can queue work in advance.
         """
@@ -276,7 +276,7 @@ class UpdateModule(PolicyModule):
             skipped = torch.stack([(minibatch.is_skipped * sampled).sum(), sampled.sum()])
             means.add_share(SKIPPED_SHARE, *move(skipped, self.device))
             minibatch = minibatch.select((~minibatch.is_skipped).nonzero()[:, 0], "N")
-        # Without a sequence on any rank gradients are 0 rather than absent: optimizers step, by their moments.
+        # If no rank has a sequence, gradients are 0 rather than None: optimizers then step by their moments.
         microbatches = self.split_microbatches(minibatch, self.plan.max_tokens_per_microbatch) or [[]]
         for number, sequences in enumerate(microbatches, start=1):
             batch = self.to_microbatch(minibatch, sequences)
@@ -284,7 +284,7 @@ class UpdateModule(PolicyModule):
             num_computed = batch.num_tokens if batch.shared is None else batch.shared.unique.numel()
             shared = torch.tensor([batch.num_tokens - num_computed, batch.num_tokens * bool(sequences)])
             means.add_share(SHARED_SHARE, *move(shared, self.device))
-            # The strategy averages gradients over ranks, and the totals have divided by all ranks' tokens already.
+            # The strategy averages gradients over ranks, but the loss is already divided by the tokens of all ranks.
             with self.local_gradients() if number < len(microbatches) else nullcontext():
                 self.manual_backward(self.loss(batch, means) * self.data_parallel_size)
 
@@ -310,7 +310,7 @@ class UpdateModule(PolicyModule):
         return sum_components(components, values, batch, constant=self.sampling.max_new_tokens)
 
     def policy_gradient(self, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
-        """Return :meth:`policy_loss` of each token, weighted by the sampler-trainer correction: [T]."""
+        """Return the :meth:`policy_loss` of each token times the weight of ``rollout_correction``: [T]."""
         loss, metrics = returned_loss(self.policy_loss(forward.logprobs, batch), batch.num_tokens, "policy_loss")
         if self.active_correction is None:
             return loss, metrics
@@ -339,7 +339,7 @@ class UpdateModule(PolicyModule):
             logprobs: [T], of the current policy, with gradient.
             batch: a micro-batch, with ``advantages`` [T] and ``old_logprobs`` [T].
 
-        It must have no side effects: :meth:`skippable_sequences` calls it with invented values.
+        An override must have no side effects: :meth:`skippable_sequences` calls it with invented values.
 
         Returns:
             [T] losses, neither masked nor averaged (``loss_aggregation`` does that), and [T] values for the metrics,
@@ -361,7 +361,7 @@ class UpdateModule(PolicyModule):
 
 
 def checked_term(component: LossComponent, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
-    """Return a loss component's result; raise a ConfigError unless it has one loss per token with metrics."""
+    """Return a loss component's result; raise a ConfigError unless it has one loss for each token, and metrics."""
     return returned_loss(component.term(forward, batch), batch.num_tokens, component.name)
 
 
@@ -369,7 +369,7 @@ def count_units(minibatch: RolloutBatch) -> Tensor:
     """Set ``group_lengths`` of this rank's part of a minibatch, which consists of whole groups.
 
     Returns:
-        [5] float64: its numbers of sampled tokens, sequences, trajectories, groups and turns of the policy.
+        [5] float64: the numbers of sampled tokens, sequences, trajectories, groups and turns of the policy in it.
     """
     ids, group = torch.unique(minibatch.group_ids, return_inverse=True)
     lengths = minibatch.completion_lengths

@@ -1,7 +1,7 @@
 """Pure tensor functions: advantages, policy losses, KL estimators, aggregation, off-policy corrections.
 
 Letters in shapes: ``T`` tokens of the batch, packed end to end; ``N`` sequences; sequence ``i`` is
-``cu_seqlens[i]:cu_seqlens[i+1]``. Everything is reduced in float32 or wider, whatever the inputs' precision.
+``cu_seqlens[i]:cu_seqlens[i+1]``. Reductions are in float32 or wider for inputs of any precision.
 """
 
 from rlightning.objectives.advantages import (

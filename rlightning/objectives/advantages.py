@@ -15,13 +15,13 @@ ROUNDING = 1e-9
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
-    """Centre each reward on its group's mean and, if asked, scale by its group's standard deviation.
+    """Subtract from each reward its group's mean; with ``scale_by_std`` divide by the group's standard deviation.
 
     ``A_i = (r_i - mean(r)) / std(r)`` (GRPO, arXiv:2402.03300, section 4.1.2); without the division that of Dr. GRPO
     (arXiv:2503.20783, section 3.2). ``std`` is the sample standard deviation (over ``n - 1``), plus 1e-6.
 
     Args:
-        rewards: [N], one a completion.
+        rewards: [N], one for each completion.
         group_ids: [N], equal for completions of one prompt; groups may differ in size.
         scale_by_std: whether to divide.
 
@@ -41,10 +41,10 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | N
     ``A_i = r_i - sum_{j != i} r_j / (n - 1)``, which is ``n / (n - 1) * (r_i - mean(r))``.
 
     Args:
-        rewards: [N], one a completion; or the return of each turn.
+        rewards: [N], one for each completion; or the return of each turn.
         group_ids: [N], equal for completions of one prompt; groups may differ in size.
         trajectory_ids: [N], for returns of turns: the mean excludes all turns of the same trajectory, which depend on
-            each other.
+            each other; None to exclude only the reward itself.
 
     Returns:
         [N] float32; zero where a group has no other completion to compare with.
@@ -52,17 +52,17 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | N
     centred, groups, counts = _centre_groups(rewards, group_ids)
     if trajectory_ids is None:
         return (centred * (counts / (counts - 1).clamp(min=1))[groups]).float()
-    # A trajectory's part of a group, which is all of its turns there: [N] each, of the part that an entry is in.
+    # The part of a group that belongs to an entry's trajectory, all of its turns: [N] each.
     parts = torch.unique(torch.stack([groups, trajectory_ids]), dim=1, return_inverse=True)[1]
     sizes = torch.zeros_like(centred).index_add_(0, parts, torch.ones_like(centred))[parts]
     own = torch.zeros_like(centred).index_add_(0, parts, centred)[parts]
     others = counts[groups] - sizes
-    # Centred values sum to 0 over the group, so that those of the others sum to what is missing.
+    # Centred values sum to 0 over the group, so that the others' sum is minus the part's.
     return torch.where(others > 0, centred + own / others.clamp(min=1), 0).float()
 
 
 def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Give the tokens under ``mask`` mean 0 and standard deviation 1 over the whole batch and all ranks.
+    """Scale the values under ``mask`` to mean 0 and standard deviation 1 over the whole batch and all ranks.
 
     ``(A - mean(A)) / std(A)`` over every token of the global batch (REINFORCE++, arXiv:2501.03262, eq. 10). ``std`` is
     the population's, and at least 1e-4.
@@ -113,7 +113,7 @@ def has_signal(rewards: Tensor, group_ids: Tensor, *, tolerance: float = EPSILON
     """Return which completions are in a group whose rewards differ (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11).
 
     Args:
-        rewards: [N], one a completion.
+        rewards: [N], one for each completion.
         group_ids: [N], equal for completions of one prompt.
         tolerance: largest difference of equal rewards; rewards that differ only by rounding are always equal.
 
@@ -126,15 +126,15 @@ def has_signal(rewards: Tensor, group_ids: Tensor, *, tolerance: float = EPSILON
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int | Tensor, cache_tokens: int | Tensor) -> Tensor:
-    """Return a penalty for completions close to the token limit (DAPO's soft overlong punishment, arXiv:2503.14476, eq.
-    13).
+    """Return a penalty for completions near the token limit (DAPO's soft overlong punishment, arXiv:2503.14476).
 
-    0 up to ``max_tokens - cache_tokens``; from there it falls linearly to -1 at ``max_tokens``, and stays there.
+    The penalty (eq. 13) is 0 up to ``max_tokens - cache_tokens``, falls linearly to -1 at ``max_tokens``, and stays
+    there.
 
     Args:
         lengths: [N], completion tokens.
         max_tokens: the limit on completion tokens, one for all or [N].
-        cache_tokens: the length of the slope, one for all or [N]; where it is 0 there is no penalty.
+        cache_tokens: the number of tokens over which the penalty falls, one for all or [N]; 0 for no penalty.
 
     Returns:
         [N] float32 in [-1, 0], to be added to the rewards.
@@ -148,7 +148,7 @@ def _centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, 
     """Subtract each group's mean; the result is exactly 0 for groups whose rewards differ by rounding only.
 
     Returns:
-        The centred rewards [N] in float64, each one's group [N] counted from 0, and the groups' sizes [G] in float64.
+        The centred rewards [N] in float64, the index [N] of each reward's group, and the groups' sizes [G] in float64.
     """
     _, groups, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
     spread, rounding = _spread_groups(rewards, groups, counts.numel())
@@ -158,7 +158,7 @@ def _centre_groups(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _spread_groups(rewards: Tensor, groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Return each group's range of rewards, and the range that rounding alone can cause: [G] each, in float64."""
+    """Return the range of each group's rewards, and the range that rounding alone can cause: [G] each, in float64."""
     relative = max(ROUNDING, 4 * torch.finfo(rewards.dtype).eps) if rewards.is_floating_point() else 0.0
     rewards = rewards.double()
     highest = rewards.new_zeros(num_groups).scatter_reduce(0, groups, rewards, "amax", include_self=False)
@@ -167,5 +167,5 @@ def _spread_groups(rewards: Tensor, groups: Tensor, num_groups: int) -> tuple[Te
 
 
 def _sum_groups(values: Tensor, groups: Tensor, counts: Tensor) -> Tensor:
-    """Return the sum of each group's values [N]: [G]."""
+    """Return the sum of the values [N] of each group: [G]."""
     return torch.zeros_like(counts).index_add_(0, groups, values)

@@ -31,7 +31,7 @@ def aggregate(
 
     - token_mean: every token weighs the same, ``sum / tokens`` (DAPO, arXiv:2503.14476, eq. 12).
     - turn_mean: every turn of the policy weighs the same, ``sum_k mean_t / turns``; what frameworks do that train each
-      turn as a sequence of its own (GiGPO, arXiv:2505.10978).
+      turn as a separate sequence (GiGPO, arXiv:2505.10978).
     - trajectory_mean: each trajectory weighs the same, ``sum_i mean_t / trajectories`` (GRPO, arXiv:2402.03300, eq. 3).
     - sequence_mean: every sequence weighs the same, ``sum_i mean_t / sequences``; a trajectory of two weighs as two.
     - group_mean: every group weighs the same, ``sum_g mean_t / groups``.
@@ -39,15 +39,15 @@ def aggregate(
       steps (Dr. GRPO, arXiv:2503.20783, section 3.2, whose constant is the limit on completion tokens).
 
     Args:
-        values: [T], a loss a token.
-        mask: [T] bool, the sampled tokens; values outside do not count, be they finite or not.
+        values: [T], the loss of each token.
+        mask: [T] bool, the sampled tokens; values of other tokens are ignored, even if not finite.
         cu_seqlens: [N+1], the micro-batch's sequences, each whole.
         kind: one of the above.
         totals: sampled tokens, sequences, trajectories, groups and turns of the whole optimizer step.
-        turn_ids: [T], for "turn_mean": the turn that each token is of.
-        trajectory_lengths: [T], for "trajectory_mean": sampled tokens of the whole trajectory that each token is of.
-        group_lengths: [T], for "group_mean": sampled tokens of the whole group that each token is of.
-        constant: tokens, for the last kind.
+        turn_ids: [T], for "turn_mean": the turn of each token.
+        trajectory_lengths: [T], for "trajectory_mean": number of sampled tokens of each token's trajectory.
+        group_lengths: [T], for "group_mean": number of sampled tokens of each token's group.
+        constant: number of tokens, for "constant".
 
     Returns:
         A scalar, float32 or as wide as ``values``.

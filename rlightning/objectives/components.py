@@ -46,8 +46,8 @@ class LossComponent:
     Attributes:
         name: the term is logged as ``policy/<name>``, its mean over sampled tokens.
         term: returns [T] values for a micro-batch, and [T] values by name, without gradient, for the metrics.
-        weight: of the term in the loss; with 0 the term is only logged.
-        denominator: of the sum over tokens, see :func:`~rlightning.objectives.aggregation.aggregate`.
+        weight: weight of the term in the loss; with 0 the term is only logged.
+        denominator: divides the sum over tokens, see :func:`~rlightning.objectives.aggregation.aggregate`.
     """
 
     name: str
@@ -64,7 +64,7 @@ def sum_components(
     Terms with the same denominator are added token by token before they are reduced.
 
     Args:
-        components: of the loss, at least one with a weight.
+        components: terms of the loss, at least one with a weight.
         values: results of the components' terms, [T] each, by component name.
         batch: a micro-batch, with ``totals``.
         constant: number of tokens for the denominator "constant".
@@ -196,7 +196,7 @@ class SoftGate:
 
 
 def reinforce(logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-    """Return the plain policy gradient loss of each token: [T]; valid on-policy only, so for one update a rollout."""
+    """Return each token's policy gradient loss without a ratio: [T]; valid only on-policy: one update a rollout."""
     assert batch.advantages is not None
     return reinforce_loss(logprobs, batch.advantages)
 

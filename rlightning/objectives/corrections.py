@@ -1,4 +1,4 @@
-"""Corrects the mismatch of sampler and trainer by importance weights from the engine's log-probabilities.
+"""Corrects the mismatch between sampler and trainer by importance weights from the sampler's log-probabilities.
 
 Even with equal weights the engine's kernels compute log-probabilities that differ from the trainer's, and with stale
 weights they differ more. Both make the data off-policy, which the policy loss's own ratio does not account for.
@@ -20,7 +20,7 @@ _LEVELS = ("token", "sequence_sum", "sequence_mean")
 
 @dataclass(frozen=True, slots=True)
 class RolloutCorrection:
-    """Settings of the weights of the policy loss, by ``r = pi_trainer(token) / pi_sampler(token)``.
+    """Settings of importance weights of the policy loss, computed from ``r = pi_trainer(token) / pi_sampler(token)``.
 
     kind:
         - truncate: ``clip(r, lower, upper)`` (truncated importance sampling; bounds 0 and 2).
@@ -28,9 +28,9 @@ class RolloutCorrection:
         - icepop: ``r`` within ``[lower, upper]``, 0 outside on either side (IcePop, arXiv:2510.18855; 0.5 and 5).
 
     level, the ratio ``r``:
-        - token: of each token; little variance, some bias.
-        - sequence_sum: of the whole completion, the product of its tokens' ratios: unbiased, but its logarithm grows
-          with length, so that the same bounds do not fit short and long completions.
+        - token: the ratio of each token; little variance, some bias.
+        - sequence_sum: the ratio of the completion, the product of its tokens' ratios: unbiased, but its logarithm
+          grows with length, so that the same bounds do not fit short and long completions.
         - sequence_mean: the geometric mean of the completion's token ratios, whose bounds suit any length.
 
     A token with weight 0 has no gradient, but still counts in the loss's denominator, so that the step is not scaled up
@@ -71,11 +71,11 @@ class RolloutCorrection:
     def weigh(
         self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weight by which each token's policy loss is multiplied.
+        """Return the importance weight of each token, which multiplies its policy loss.
 
         Args:
-            logprobs: [T], the trainer's, of the policy before the rollout's first update (``batch.old_logprobs``).
-            rollout_logprobs: [T], the engine's.
+            logprobs: [T], from the trainer, of the policy before the rollout's first update (``batch.old_logprobs``).
+            rollout_logprobs: [T], from the sampler.
             mask: [T] bool, the completion tokens.
             cu_seqlens: [N+1], whole sequences.
 

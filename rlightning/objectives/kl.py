@@ -17,7 +17,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
     The gradients differ (arXiv:2512.21852). In the reward, which is not differentiated, k1 is unbiased. In the loss the
     gradient of k1 is zero in expectation, so that it is only noise; k2 has the gradient of KL(policy || reference); k3,
     used by GRPO (arXiv:2402.03300, eq. 4), that of KL(reference || policy), which is similar only near the reference.
-    All this assumes samples of the current policy. If the reference's probability of a token is more than e^20 times
+    All of this assumes samples of the current policy. If the reference's probability of a token is more than e^20 times
     the policy's, k3 is continued linearly from 20 nats.
 
     Args:
@@ -35,7 +35,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
         case "k2":
             return 0.5 * difference**2
         case "k3":
-            # Beyond 20 nats by the tangent there: finite, and the gradient still pulls back, by e^20 - 1 a nat.
+            # Beyond 20 nats, continue by the tangent: finite, with a gradient of e^20 - 1.
             bounded = (-difference).clamp(max=20.0)
             return torch.exp(bounded) * (1 - difference - bounded) + difference - 1
 
@@ -45,7 +45,7 @@ def subtract_kl(rewards: Tensor, kl: Tensor, mask: Tensor, trajectory_ids: Tenso
 
     Args:
         rewards: [M].
-        kl: [T], an estimate a token.
+        kl: [T], an estimate for each token.
         mask: [T] bool, the sampled tokens.
         trajectory_ids: [T] int64, the trajectory to which each token belongs.
         coefficient: the penalty's weight.

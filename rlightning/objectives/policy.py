@@ -16,17 +16,16 @@ MAX_LOG_RATIO = 20.0
 
 
 def token_log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Return the log of ``pi(token) / pi_old(token)``: [T] float32, from two [T]."""
+    """Return the log of each token's ratio ``pi(token) / pi_old(token)``: [T] float32, from log-probabilities [T]."""
     return (logprobs.float() - old_logprobs.float()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the log of the geometric mean of a completion's token ratios, on each of its tokens (GSPO,
-    arXiv:2507.18071, eq. 7).
+    """Return the log of the geometric mean of a completion's token ratios, on each token (GSPO, arXiv:2507.18071).
 
-    ``s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)``. The value is the sequence's, the gradient is the token's, ``s_i *
-    grad log pi_t`` (GSPO-token, eq. 14). With one advantage for the sequence its mean is the gradient of ``s_i`` (eq.
-    10); it is also correct if tokens have their own weights or advantages.
+    ``s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|)`` (eq. 7). The value is the sequence's, the gradient is the token's,
+    ``s_i * grad log pi_t`` (GSPO-token, eq. 14). With one advantage for the sequence its mean is the gradient of
+    ``s_i`` (eq. 10); it is also correct if tokens have their own weights or advantages.
 
     Args:
         logprobs: [T], under the policy.

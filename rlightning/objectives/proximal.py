@@ -7,16 +7,16 @@ from torch import Tensor
 def approximate_proximal(logprobs: Tensor, rollout_logprobs: Tensor, ages: Tensor, progress: float) -> Tensor:
     """Approximate the log-probabilities under the policy before the update without a forward pass.
 
-    Log-probabilities are interpolated linearly between the sampler, ``ages`` updates before, and the current policy,
-    ``progress`` of an update later (A-3PO, arXiv:2512.06547, with versions in fractions of an update): ``log p = log
-    sampler + ages / (ages + progress) * (log now - log sampler)``. This is exact before the first optimizer step, and
-    for tokens of age 0.
+    Log-probabilities are interpolated linearly between the sampler, which is ``ages`` updates older, and the current
+    policy, which is ``progress`` of an update newer (A-3PO, arXiv:2512.06547, with versions in fractions of an update):
+    ``log p = log sampler + ages / (ages + progress) * (log now - log sampler)``. This is exact before the first
+    optimizer step, and for tokens that are not stale.
 
     Args:
         logprobs: [T], of the current policy; no gradient flows through these.
         rollout_logprobs: [T], of the sampler.
         ages: [T], number of updates between the sampler's weights and those before this update.
-        progress: share of the update's optimizer steps that are done, from 0 to less than 1.
+        progress: share of the update's optimizer steps that have been taken, at least 0 and below 1.
 
     Returns:
         [T] float32.

@@ -21,7 +21,7 @@ class Traces(NamedTuple):
     """The agents' traces in a batch: rewards, groups and turns of each agent of each trajectory.
 
     Attributes:
-        rewards: [A] float64: the trajectory's reward, plus the difference of the trace's from the environment's reward.
+        rewards: [A] float64: the trajectory's total reward, plus the trace's reward minus the environment's reward.
         group_ids: [A] int64, equal for the traces of one agent in one group.
         trajectory_ids: [A] int64, ascending, the trajectory of each trace.
         turns: for each trace the indices of its turns among all turns of the policy in the batch.
@@ -37,8 +37,8 @@ class Traces(NamedTuple):
         """Return the traces of a batch, on the CPU.
 
         Args:
-            batch: with rewards.
-            rewards: [M] in place of ``batch.rewards``.
+            batch: a batch with rewards.
+            rewards: [M], used instead of ``batch.rewards``; None to use those.
 
         Raises:
             ConfigError: a turn of the policy is in no trace of its trajectory, or in several.
@@ -66,7 +66,7 @@ class Traces(NamedTuple):
 
     @property
     def order(self) -> Tensor:
-        """[K] int64: the index of each turn in the trajectories' order, with turns sorted by trace."""
+        """[K] int64: the index of each turn, sorted by trace, among the turns in the trajectories' order."""
         return torch.tensor([turn for turns in self.turns for turn in turns], dtype=torch.int64)
 
     @property
@@ -79,12 +79,13 @@ class Turns(NamedTuple):
     """The policy's turns in a batch, for estimators that assign credit to each turn or token.
 
     Attributes:
-        rewards: [K] float64, whose sum is the trajectory's in ``batch.rewards``, or with several agents the trace's.
-            The difference from the sum of turn rewards (reward functions, penalties) is added to the last turn.
+        rewards: [K] float64. Their sum over a trajectory is its reward in ``batch.rewards``; with several agents, their
+            sum over a trace is the trace's reward. The difference from the sum of turn rewards (reward functions,
+            penalties) is added to the last turn.
         trajectory_ids: [K] int64, the trajectory of each turn.
         numbers: [K] int64, index of the turn in its trace, from 0.
         of_tokens: [T] int64, the turn that sampled each token; -1 for other tokens.
-        traces: to which the turns belong.
+        traces: the traces to which the turns belong.
     """
 
     rewards: Tensor
@@ -159,8 +160,8 @@ class Returns(NamedTuple):
         the advantage of a trace applies to the tokens of its agent.
 
         Args:
-            batch: with rewards.
-            rewards: [M] in place of ``batch.rewards``.
+            batch: a batch with rewards.
+            rewards: [M], used instead of ``batch.rewards``; None to use those.
         """
         if all(one.traces is None for one in batch.trajectories):
             rewards = batch.rewards if rewards is None else rewards
@@ -174,13 +175,14 @@ class Returns(NamedTuple):
     def of_turns(cls, batch: RolloutBatch, turns: Turns, discount: float, baseline: TurnBaseline) -> Self:
         """Return each turn's discounted return.
 
-        - group: compared with the returns of all turns of the group (of the same agent).
-        - turn: compared with those of the same turn in the group's other trajectories, which must have as many turns.
+        - group: to be compared with the returns of all turns of the group (of the same agent).
+        - turn: to be compared with those of the same turn in the group's other trajectories, which must have as many
+          turns.
 
         Args:
-            batch: of the turns.
-            turns: with their rewards.
-            discount: factor for the next turn's return.
+            batch: the batch of the turns.
+            turns: the turns, with their rewards.
+            discount: factor by which the next turn's return is multiplied.
             baseline: one of the above.
 
         Raises:
@@ -200,13 +202,13 @@ class Returns(NamedTuple):
 
 
 def find_signal(batch: RolloutBatch, rewards: Tensor, *, tolerance: float = EPSILON) -> Tensor:
-    """Return which trajectories are in a group with differing values: [M] bool, see :func:`has_signal`.
+    """Return which trajectories are in a group whose rewards differ: [M] bool, see :func:`has_signal`.
 
-    With several agents, it suffices that the values of one agent differ.
+    With several agents, it suffices that the rewards of one agent differ.
 
     Args:
         batch: without NaN rewards.
-        rewards: [M] to compare.
+        rewards: [M], the rewards to compare.
         tolerance: see :func:`has_signal`.
     """
     compared = Returns.of_trajectories(batch, rewards)
@@ -254,7 +256,7 @@ def _spread_turns(batch: RolloutBatch, values: Tensor, order: Tensor) -> Tensor:
     """Spread a value of each turn over the tokens that the turn sampled: [T]; -1 for other tokens.
 
     Args:
-        batch: of the turns.
+        batch: the batch of the turns.
         values: [K] int64.
         order: [K], the index of each turn in the trajectories' order.
     """

@@ -1,4 +1,4 @@
-"""Sums over the sequences of a packed tensor, and the repetition of sequences' values over their tokens."""
+"""Sums over the sequences of a packed tensor, and repetition of a value for each sequence over its tokens."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def sum_by_run(values: Tensor, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
 
     Args:
         values: [T].
-        ids: [T], whole numbers.
+        ids: [T], integers.
         cu_seqlens: [N+1], the sequences' bounds.
 
     Returns:
@@ -34,7 +34,7 @@ def sum_by_run(values: Tensor, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
     """
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[1:] = ids[1:] != ids[:-1]
-    # An empty sequence at the end begins where there is no token.
+    # An empty sequence at the end begins after the last token.
     firsts = cu_seqlens[:-1].long()
     starts = torch.cat([starts, starts.new_zeros(1)]).index_fill(0, firsts, True)[:-1]
     runs = starts.cumsum(0) - 1
@@ -42,12 +42,12 @@ def sum_by_run(values: Tensor, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def spread_to_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Repeat [N] values, one a sequence, over the tokens of each sequence.
+    """Repeat a value for each sequence [N] over the sequence's tokens.
 
     Args:
         values: [N].
         cu_seqlens: [N+1], the sequences' bounds.
-        num_tokens: T; without it the host would have to wait for the GPU.
+        num_tokens: T, given so that the host need not wait for the GPU.
 
     Returns:
         [T] values.

@@ -25,12 +25,12 @@ def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) 
     gradient.
 
     Args:
-        components: of the loss; those without a weight are only logged, and are ignored.
+        components: terms of the loss; those of weight 0 are ignored.
         batch: a micro-batch with the fields that the terms read. Its ``old_logprobs`` are replaced.
     """
     with torch.random.fork_rng(devices=[batch.token_ids.device] if batch.token_ids.is_cuda else []):
         torch.manual_seed(0)
-        # Every term at every draw, though one may do: ranks find others, and a term may run a sharded model.
+        # Every term at every draw, although one may suffice: ranks would differ, and a term may run a sharded model.
         found = [
             _has_gradient(component, batch, scale, rollout_scale)
             for scale in LOG_RATIO_SCALES
@@ -38,11 +38,11 @@ def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) 
             for component in components
             if component.weight
         ]
-    return not found or not bool(torch.stack(found).any())  # waits for the device once
+    return not found or not bool(torch.stack(found).any())  # synchronizes with the device once
 
 
 def _has_gradient(component: LossComponent, batch: RolloutBatch, scale: float, rollout_scale: float | None) -> Tensor:
-    """Return, as a tensor [], whether a loss term has a gradient for a draw of log-probabilities and entropies."""
+    """Return, as a scalar tensor, whether a loss term has a gradient at random log-probabilities and entropies."""
     mask = batch.is_sampled
     likely, entropy, weights = torch.rand(3, batch.num_tokens, device=mask.device)
     evenly = -0.001 * 30000**likely  # between -30 and -0.001 nats, uniform in the logarithm
@@ -52,7 +52,7 @@ def _has_gradient(component: LossComponent, batch: RolloutBatch, scale: float, r
     )
     given = replace(batch, old_logprobs=torch.where(mask, old, 0))
     losses, _ = component.term(ForwardPass(logprobs, entropy), given)
-    # Each token with a weight of its own, so that gradients of different tokens' losses do not cancel out.
+    # Each token's loss with a different weight, so that gradients of several tokens do not cancel.
     total = torch.where(mask, losses * (0.5 + weights), 0).sum()
     if not total.requires_grad:
         return mask.new_zeros(())
@@ -63,7 +63,7 @@ def _has_gradient(component: LossComponent, batch: RolloutBatch, scale: float, r
 
 
 def _scatter(logprobs: Tensor, scale: float) -> Tensor:
-    """Multiply log-probabilities by random factors, log-normal with this standard deviation in the logarithm."""
+    """Multiply log-probabilities by random log-normal factors; ``scale`` is the logarithm's standard deviation."""
     return (logprobs * torch.exp(scale * torch.randn_like(logprobs))).clamp(min=MIN_LOGPROB)
 
 

@@ -30,8 +30,8 @@ class StoredMomentsAdamW(AdamW):
     Args:
         groups: parameters, plain or sharded, as for AdamW.
         states: format of the stored moments; ``float32`` is the format of the computation.
-        is_state_on_host: whether moments are stored in host memory, page-locked if the parameters are on a GPU.
-        kwargs: of AdamW.
+        is_state_on_host: whether moments are stored in host memory, pinned if the parameters are on a GPU.
+        kwargs: arguments of AdamW.
     """
 
     bytes_at_a_time = 1 << 30
@@ -51,7 +51,7 @@ class StoredMomentsAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take an optimizer step, with the arguments and the result of AdamW's."""
+        """Take an optimizer step; arguments and result are those of AdamW."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -87,7 +87,7 @@ class StoredMomentsAdamW(AdamW):
                 self.state[parameter] = self._convert_saved(saved, parameter, seed=f"loaded {number}")
 
     def _store(self, parameter: Tensor, stored: State, seed: str) -> State:
-        """Pack a step's moments into ``stored``, which is empty after the first step."""
+        """Pack the moments after an optimizer step into ``stored``, whose tensors are created in the first step."""
         state = self.state[parameter]
         stored["step"] = state["step"]
         for name in SIGNED:
@@ -102,18 +102,18 @@ class StoredMomentsAdamW(AdamW):
 
     def _convert_saved(self, saved: Mapping[str, Tensor], parameter: Tensor, seed: str) -> State:
         """Convert a saved state of any format to this optimizer's format."""
-        adopted: State = {"step": saved["step"].to(parameter.device)}  # AdamW counts its steps where it computes
+        adopted: State = {"step": saved["step"].to(parameter.device)}  # AdamW counts steps on its own device
         for name in SIGNED:
             keys = [key for key in (name, scale_name(name)) if key in saved]
             kept = {key: local_tensor(saved[key]) for key in keys}
-            if self.states != "8bit" or len(keys) == 1:  # 8 bits that are read as numbers would be rounded once more
+            if self.states != "8bit" or len(keys) == 1:  # 8-bit codes read as numbers would be rounded again
                 values = unpack_moment(name, kept).to(parameter.dtype)
                 kept = pack_moment(name, values, self.states, seeded(f"{seed} {name}", parameter, values.device))
             adopted |= {key: self._place(packed, parameter) for key, packed in kept.items()}
         return adopted
 
     def _place(self, packed: Tensor, parameter: Tensor) -> Tensor:
-        """Copy this rank's part to the memory in which it is stored, as a DTensor if the parameter is sharded."""
+        """Copy this rank's part to the memory for stored moments, as a DTensor if the parameter is sharded."""
         copied = torch.empty(
             packed.shape,
             dtype=packed.dtype,
@@ -133,7 +133,7 @@ def _moment_bytes(parameter: Tensor) -> int:
 
 
 def fetch(state: State, parameter: Tensor) -> State:
-    """Return a stored state in AdamW's format, on the parameter's device."""
+    """Return a parameter's stored state in AdamW's format, on the parameter's device."""
     fetched = {"step": state["step"]}
     for name in SIGNED:
         keys = [key for key in (name, scale_name(name)) if key in state]

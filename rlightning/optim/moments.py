@@ -30,7 +30,7 @@ def bytes_per_parameter(states: OptimizerStates, itemsize: int = 4) -> float:
 
 
 def scale_name(name: str) -> str:
-    """Return the key in the optimizer's state of a moment's scales."""
+    """Return the key under which the optimizer's state contains the scales of a moment."""
     return f"{name}_scale"
 
 
@@ -38,10 +38,11 @@ def pack_moment(name: str, values: Tensor, states: OptimizerStates, generator: G
     """Return a moment in the format that is stored between steps.
 
     Args:
-        name: AdamW's name of the moment.
-        values: of this rank, of any shape. Vectors (norms, biases) are never stored in 8 bits, since they are small.
+        name: AdamW's name of the moment, such as "exp_avg".
+        values: this rank's part of the moment, of any shape. Vectors (norms, biases) are never stored in 8 bits, since
+            they are small.
         states: the format; ``float32`` keeps the dtype of ``values``.
-        generator: on the same device.
+        generator: random generator on the same device.
 
     Returns:
         By name, a tensor of the shape of ``values``, and with 8 bits the scales.
@@ -76,16 +77,16 @@ def round_to_bfloat16(values: Tensor, generator: Generator) -> Tensor:
 
 
 def quantize(values: Tensor, *, is_signed: bool, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Blockwise dynamic quantisation (arXiv:2110.02861, section 2), rounded stochastically.
+    """Quantise a tensor in blocks with dynamic levels (arXiv:2110.02861, section 2), rounded stochastically.
 
     A block is a part of a row, so that shards of rows have their own blocks. A number is divided by the block's largest
-    magnitude, and stored as the index of one of the two nearest levels. Numbers without a sign, the second moment, are
-    stored as square roots, by which AdamW divides; their seven powers of ten cover fourteen of the moment.
+    magnitude, and stored as the index of one of the two nearest levels. Unsigned numbers (the second moment) are stored
+    as square roots, by which AdamW divides; their seven powers of ten cover fourteen of the moment.
 
     Args:
         values: [..., C], finite.
         is_signed: whether values may be negative.
-        generator: on the same device.
+        generator: random generator on the same device.
 
     Returns:
         Codes [..., C], uint8, and scales [..., S], float32.
@@ -130,7 +131,7 @@ def block_length(num_columns: int) -> int:
 
 @cache
 def levels(is_signed: bool, device: torch.device) -> Tensor:
-    """Return the values of the 255 codes, ascending: finer towards 0, over seven powers of ten, up to the maximum.
+    """Return the values of the 255 codes, ascending: denser towards 0, over seven powers of ten, up to 1.
 
     As in arXiv:2110.02861, with two differences. Levels include both -1 and 1, so that the largest magnitude is exact.
     Without signs there is no 0 (arXiv:2309.01507): AdamW divides by the second moment's root, so that a moment rounded

@@ -33,8 +33,8 @@ class AdamWSettings:
 
     Attributes:
         lr: the peak of the learning rate.
-        weight_decay: of the parameters that decay (:func:`does_decay`).
-        betas: AdamW's.
+        weight_decay: weight decay of the parameters to which it applies (:func:`does_decay`).
+        betas: AdamW's betas.
         warmup_steps: rollout steps over which the learning rate rises; the first has ``1 / warmup_steps`` of the peak.
         lr_schedule: the schedule afterwards: constant, or a linear or cosine decay to 0 at the last step.
         max_grad_norm: norm to which the model's gradients are clipped.
@@ -70,8 +70,8 @@ class AdamWSettings:
 def does_decay(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """Return whether weight decay applies to a parameter of a module: not to biases, norm gains and other vectors.
 
-    The number of dimensions does not decide: experts' biases have a row for each expert, a query norm one for each
-    head.
+    The number of dimensions does not decide this: biases may have a row for each expert, a norm of queries a row for
+    each head.
     """
     is_norm = "norm" in type(module).__name__.lower() or "norm" in name
     is_excluded = bool(vars(parameter).get("_no_weight_decay"))  # set by transformers' state space models
@@ -83,7 +83,7 @@ Split = tuple[list[nn.Parameter], list[nn.Parameter]]
 
 
 def split_by_decay(network: nn.Module, *, but: Collection[nn.Parameter] = ()) -> Split:
-    """Return the trained parameters with weight decay and those without, each in order, except those in ``but``."""
+    """Return the trained parameters with weight decay, and those without, in order; those in ``but`` are left out."""
     decays: dict[nn.Parameter, bool] = {}
     for module in network.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -97,9 +97,10 @@ def make_optimizer(settings: AdamWSettings, *splits: Split, is_state_on_host: bo
 
     Args:
         settings: learning rate, betas and the like.
-        splits: parameters, two groups each; a group cannot contain both sharded and whole parameters.
+        splits: pairs of parameters with and without weight decay, which become two groups; a group cannot contain both
+            sharded and whole parameters.
         is_state_on_host: keep the state in host memory between steps.
-        name: of the groups, for the metrics.
+        name: name of the groups, for the metrics.
     """
     groups: list[dict[str, Any]] = [
         {"params": parameters, "weight_decay": decay} | ({"name": name} if name else {})
@@ -125,7 +126,7 @@ PROGRESS = ("params", "num_steps")
 
 
 def keep_settings(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Return a state dict with the checkpoint's state and this run's settings; a ConfigError for another model's."""
+    """Return a state dict with the checkpoint's state and this run's settings; a ConfigError if the model differs."""
     check_optimizer_state(state_dict, optimizer)
     groups = [
         {**saved, **{name: value for name, value in own.items() if name not in PROGRESS}}
@@ -158,7 +159,7 @@ class ConfiguredLR(LambdaLR):
 def make_lr_schedule(optimizer: AdamW, settings: AdamWSettings, *, max_steps: int) -> ConfiguredLR:
     """Return a schedule of linear warm-up and decay, both counted in rollout steps.
 
-    The peak is the learning rate of each of the optimizer's groups. ``max_steps`` is -1 for a run without an end.
+    The peak is the learning rate of each of the optimizer's groups. ``max_steps`` is -1 for a run of unlimited length.
     """
     schedule, warmup_steps = settings.lr_schedule, settings.warmup_steps
     if schedule != "constant" and max_steps <= warmup_steps:
@@ -187,7 +188,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple
 
     Args:
         parameters: plain or sharded; for sharded ones this is a collective.
-        max_norm: of all gradients together, over all shards.
+        max_norm: maximum norm of all gradients together, over all shards.
 
     Returns:
         The norm before clipping, and whether it was finite; plain scalars, equal on the ranks that share the
@@ -232,7 +233,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
         squares = torch.stack(norms(parts, dtype)).square().sum()
         if where is not None:
             mesh, split_dims = where
-            squares = squares.to(mesh.device_type)  # gradients that are kept on the host are summed on the device
+            squares = squares.to(mesh.device_type)  # norms of gradients on the host are summed on the device
             for dim in split_dims:
                 dist.all_reduce(squares, group=mesh.get_group(dim))
         total = squares if total is None else total.to(squares.device) + squares

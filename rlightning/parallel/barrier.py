@@ -1,7 +1,7 @@
 """The barrier of all ranks: it has a name and a timeout, and its error names the ranks that did not reach it.
 
 Every rank writes to the store which barrier it has reached, before an all-reduce on the CPU group. If that fails, the
-entries tell which ranks are missing; the first rank to write a diagnosis decides the error of all.
+entries show which ranks are missing; the first diagnosis that a rank writes becomes the error of all ranks.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class BarrierError(RunError, RuntimeError):
 
 
 def add_barrier_hook(hook: Callable[[], None]) -> None:
-    """Register ``hook()`` to be called at every barrier, before this rank waits for the others."""
+    """Register a function to be called at every barrier, before this rank waits for the others."""
     _hooks.append(hook)
 
 
@@ -56,9 +56,9 @@ def barrier(name: str, *, timeout: float | None = None, device: torch.device | N
     A single process, or one without ``torch.distributed``, does not wait, but synchronizes the device and calls hooks.
 
     Args:
-        name: for errors. Ranks at barriers of different names get an error.
+        name: name of the barrier, for errors. Ranks that wait at barriers of different names get an error.
         timeout: seconds; None for the default of ``set_barrier_timeout``.
-        device: that is synchronized first; None for no device.
+        device: device that is synchronized first; None for no device.
 
     Raises:
         BarrierError: not all ranks arrived within the timeout, or one of them disconnected.
@@ -107,7 +107,7 @@ class _Barrier:
         try:
             arrival = _Arrival(self.number, self.name, time.time())
             self.store.set(f"{ARRIVAL}/{self.store.rank}", json.dumps(arrival))
-            # The others may have failed already, and their half of the all-reduce would still answer.
+            # Other ranks may have failed already, and their part of the all-reduce could still succeed.
             self._raise_decided()
             if not self.has_group:
                 self._wait_at_store()
@@ -134,7 +134,7 @@ class _Barrier:
             try:
                 self._raise_decided()
                 if self.store.get("is_broken"):
-                    self._fail(self._broken)
+                    self._fail(self._diagnose_disconnect)
                 if self.deadline.is_over and not self._ends_late(work):
                     self._fail(self._not_reached)
             except StoreError as error:
@@ -143,15 +143,15 @@ class _Barrier:
         try:
             work.wait()
         except RuntimeError:
-            # After a stall of this process the operation may have timed out, which is later than the deadline.
-            self._fail(self._not_reached if self.deadline.is_over else self._broken)
+            # After this process was stalled, the operation may have timed out, which is later than the deadline.
+            self._fail(self._not_reached if self.deadline.is_over else self._diagnose_disconnect)
 
     def _ends_late(self, work: dist.Work) -> bool:
-        """Return whether the last rank arrived just after the deadline, and so the barrier succeeds after all."""
+        """Return whether the last rank arrived just after the deadline, so that the barrier succeeds after all."""
         return not self._missing(self._arrivals()) and _ends_within(work, intervals.BARRIER_REPORT_GRACE)
 
     def _is_lost(self, error: StoreError) -> bool:
-        """Return whether to treat the store as lost; before the deadline, its host may only be suspended."""
+        """Return whether to treat the store as lost; before the deadline, the store's host may only be suspended."""
         return not isinstance(error, StoreSilentError) or self.deadline.is_over
 
     def _raise_decided(self) -> None:
@@ -160,7 +160,7 @@ class _Barrier:
             self._raise(text)
 
     def _fail(self, diagnose: Callable[[], _Diagnosis]) -> NoReturn:
-        """Store this rank's diagnosis for all ranks, unless another rank has stored one first, and raise it."""
+        """Store this rank's diagnosis for all ranks, unless another rank was first; raise the stored diagnosis."""
         try:
             self._raise(self.store.set_first("diagnosis", json.dumps(diagnose())))
         except StoreError as error:
@@ -170,7 +170,7 @@ class _Barrier:
         diagnosis = _Diagnosis(*json.loads(text))
         self.store.add("num_readers", 1)
         if self.store.rank == 0:
-            # The store may be in this process, and ends with it: the others read the diagnosis first.
+            # The store may be in this process and end with it: other ranks must read the diagnosis before.
             num_present = len(self.store.ranks) - len(diagnosis.missing)
             deadline = Deadline(intervals.BARRIER_REPORT_GRACE)
             deadline.wait_until(lambda: self.store.add("num_readers", 0) >= num_present)
@@ -180,14 +180,14 @@ class _Barrier:
         arrivals = self._arrivals()
         missing = self._missing(arrivals)
         if not missing:
-            return self._broken()
+            return self._diagnose_disconnect()
         if self.store.add("num_recorders", 1) == 1:
             record_all(f"{name_ranks(missing)} did not reach barrier '{self.name}'")
         rule = f"Barrier '{self.name}' was not reached by {name_ranks(missing)} within {self.seconds:g} s"
         return _Diagnosis(f"{rule}: {self._describe(missing, arrivals)}.", missing)
 
-    def _broken(self) -> _Diagnosis:
-        """Return the diagnosis after a connection closed: ranks that do not answer have disconnected too."""
+    def _diagnose_disconnect(self) -> _Diagnosis:
+        """Return the diagnosis for a closed connection: ranks that do not answer count as disconnected."""
         self.store.set("is_broken", "1")
 
         def is_explained(missing: list[int]) -> bool:
@@ -213,7 +213,7 @@ class _Barrier:
     def _lost_store(self) -> BarrierError:
         if self.deadline.is_over:
             record_all(f"the ranks' store does not answer at barrier '{self.name}'")
-        # Which process hosts it, the ranks cannot ask any more: without torchrun it is that of rank 0.
+        # The ranks can no longer find out which process hosts it: without torchrun, rank 0.
         return BarrierError(
             f"Barrier '{self.name}' broke: the ranks' store does not answer. Rank 0, which hosts it (torchrun, where "
             "that launched the ranks), has ended or cannot be reached.",
@@ -228,7 +228,7 @@ class _Barrier:
         return [rank for rank in self.store.ranks if rank not in arrivals or arrivals[rank].number < self.number]
 
     def _describe(self, missing: list[int], arrivals: dict[int, _Arrival]) -> str:
-        """Describe the failure or the last reported location of each missing rank."""
+        """Describe each missing rank: its failure, or its last reported location."""
         texts = {
             rank: "was there, but does not answer any more" if arrival.number == self.number else arrival.describe()
             for rank, arrival in arrivals.items()
@@ -237,10 +237,10 @@ class _Barrier:
 
 
 def report_arrivals(is_over: Callable[[], bool]) -> str:
-    """Report that a collective failed on this rank; return a description of the ranks that report no failure.
+    """Report that a collective failed on this rank; return a description of the ranks that do not report this.
 
     Args:
-        is_over: polled; True ends the wait for other ranks, because another cause is known.
+        is_over: polled; returns True to end the wait for other ranks, because another cause is known.
 
     Returns:
         A text such as "rank 1 was last seen at barrier 'next batch', 6 s ago"; "" if the collective failed on all.
@@ -269,7 +269,7 @@ def describe_ranks(ranks: Iterable[int], texts: Mapping[int, str]) -> str:
 
 
 def write_failure(rank: int, text: str) -> None:
-    """Store a text about ``rank``, such as "failed: ValueError: boom", for the errors of barriers."""
+    """Store a text about a rank, such as "failed: ValueError: boom", for the errors of barriers."""
     shared = connection()
     if shared is not None:
         with contextlib.suppress(StoreError):
@@ -282,7 +282,7 @@ def _start_max(tensor: torch.Tensor, seconds: float) -> dist.Work:
     assert group is not None
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    # The deadline is ours; that of the operation has to be later, and soon: a process ends after its operations.
+    # This function enforces the deadline. The operation's own is a little later, since a process waits for it at exit.
     options.timeout = timedelta(seconds=seconds + intervals.BARRIER_REPORT_GRACE)
     return group.allreduce([tensor], options)
 

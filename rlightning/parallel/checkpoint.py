@@ -45,13 +45,13 @@ from rlightning.protocols import StateDict
 
 @runtime_checkable
 class StateOnHost(Protocol):
-    """An optimizer that may keep its state in host memory, into which a checkpoint is then read."""
+    """An optimizer that may keep its state in host memory; checkpoints are then read to host memory."""
 
     is_state_on_host: bool
 
 
 class LoadsByItself(Strategy):
-    """Mixin for a strategy whose :meth:`load_checkpoint` fills model and optimizers; before Lightning's class."""
+    """Mixin, listed before Lightning's class, of strategies whose :meth:`load_checkpoint` fills model and optimizer."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -71,7 +71,7 @@ class LoadsByItself(Strategy):
 
 
 class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
-    """Mixin for checkpoints that are folders, to which each rank writes its shards; listed before Lightning's class.
+    """Mixin, listed before Lightning's class, for checkpoints that are folders to which each rank writes its shards.
 
     Folders can be read with any number of ranks and any sharding. Single-file checkpoints of strategies that do not
     shard can be read too. Messages between the ranks use the CPU group.
@@ -94,8 +94,8 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         """Write a folder under a temporary name, then rename it to rank 0's ``filepath``; collective.
 
         Raises:
-            ConfigError: for ``storage_options`` and for an address.
-            SaveError: writing failed; an earlier folder of the same name stays.
+            ConfigError: ``storage_options`` are given, or the path is a URL.
+            SaveError: writing failed; an earlier folder of the same name is kept.
         """
         if storage_options is not None or "://" in str(filepath):
             raise ConfigError(f"A sharded checkpoint is a folder on a disk that all ranks see, not {filepath}.")
@@ -148,7 +148,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
             AtomicCheckpointIO().remove_checkpoint(filepath)
 
     def _verified(self, checkpoint_path: str | Path) -> Path:
-        """Return rank 0's checkpoint path, whose checksums rank 0 has verified; else a DamagedError on every rank."""
+        """Verify a checkpoint on rank 0; return rank 0's path, or raise a DamagedError on every rank."""
         path, reason = find_saved(Path(checkpoint_path)), None
         if self.is_global_zero:
             try:
@@ -168,7 +168,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         ties: Mapping[str, str],
         values: Mapping[str, object] | None = None,
     ) -> None:
-        """Raise a ConfigError for a checkpoint of another model, or, with ``strict_loading``, of additional weights."""
+        """Raise a ConfigError for a checkpoint of another model, or for additional weights with ``strict_loading``."""
         assert self.lightning_module is not None
         tied = {name: first for name, first in find_tied(self.lightning_module).items() if first in weights}
         own = {name: tensor.shape for name, tensor in weights.items()}

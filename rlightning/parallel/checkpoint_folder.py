@@ -43,7 +43,7 @@ def is_checkpoint_folder(path: Path) -> bool:
 
 
 def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> StateDict:
-    """Return an optimizer's ``state_dict`` by parameter names in place of numbers, without copying tensors."""
+    """Return an optimizer's ``state_dict`` with parameter names in place of numbers, without copying tensors."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     return {
         "state": {names[parameter]: dict(state) for parameter, state in optimizer.state.items()},
@@ -54,7 +54,7 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> StateDict:
 
 
 def numbered_optimizer_state(named: StateDict) -> StateDict:
-    """Return a named ``state_dict`` by parameter numbers, as ``Optimizer.load_state_dict`` expects."""
+    """Return a ``state_dict`` with parameter numbers in place of names, as ``Optimizer.load_state_dict`` expects."""
     order = [name for group in named["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
     return {
@@ -69,7 +69,7 @@ def write_tensors(folder: Path, checkpoint: StateDict) -> Checksums:
     """Write a checkpoint's tensors to ``folder``, each rank its own shards, and remove them from the checkpoint.
 
     Args:
-        folder: exists on every rank.
+        folder: folder that exists on every rank.
         checkpoint: Lightning's, with ``state_dict`` by name and ``optimizer_states`` of :func:`named_optimizer_state`.
             Values other than tensors stay in it, for :func:`write_meta`.
 
@@ -100,7 +100,7 @@ def write_meta(folder: Path, checkpoint: StateDict, tied: Mapping[str, str], fil
 
 
 def verify_checkpoint_folder(folder: Path) -> None:
-    """Verify all files of a checkpoint by their checksums; raise a DamagedError for the first bad or missing one."""
+    """Verify all files of a checkpoint by their checksums; a DamagedError for the first damaged or missing file."""
     for name in (META, INDEX):
         if not (folder / name).is_file():
             raise DamagedError(folder, f"'{name}' is missing")
@@ -168,11 +168,11 @@ def read_optimizer(
     """Read an optimizer's ``state_dict`` from a folder, with its tensors sharded as the parameters are.
 
     Args:
-        folder: of the checkpoint, which has the ``stored`` tensors.
-        stored: from :func:`stored_tensors`.
-        number: of the optimizer.
+        folder: the checkpoint's folder.
+        stored: result of :func:`stored_tensors` for this folder.
+        number: index of the optimizer.
         named: the optimizer's entry in ``optimizer_states``.
-        parameters: by name.
+        parameters: the optimizer's parameters, by name.
         is_on_host: whether the state is read to host memory, rather than to the parameters' device.
 
     Raises:
@@ -205,8 +205,8 @@ def _keys_of_optimizer(stored: Stored, number: int) -> Iterator[tuple[str, str, 
 def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised tensor of an optimizer's state, sharded as its parameter is.
 
-    ``size``, of the whole tensor, equals the parameter's, or, in the last dimension, the parameter's number of blocks,
-    which have a scale each.
+    ``size``, that of the whole tensor, equals the parameter's, except that its last dimension may be the number of
+    blocks, each with a scale.
 
     Raises:
         ConfigError: if the parameter is split within a block.
@@ -241,7 +241,7 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> StateDict:
 
 
 def find_tied(module: nn.Module) -> dict[str, str]:
-    """Return the names of tied parameters, and for each the name under which ``named_parameters()`` lists it."""
+    """Return for each further name of a tied parameter the name under which ``named_parameters()`` lists it."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     everything: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
     return {name: names[parameter] for name, parameter in everything if names[parameter] != name}
@@ -261,7 +261,7 @@ def _read(folder: Path, tensors: Mapping[str, Tensor], *, is_alone: bool = False
 
 @contextmanager
 def _alone_on_purpose() -> Iterator[None]:
-    """Context in which torch does not warn that a single process reads alone."""
+    """Context manager in which torch does not warn that a single process reads a sharded checkpoint."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         yield

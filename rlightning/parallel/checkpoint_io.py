@@ -30,14 +30,14 @@ SUFFIX = ".ckpt"
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes Lightning's checkpoint files atomically, with a checksum; it reads sharded folders too.
 
-    Lightning itself makes a second copy in memory, and writes it to the system's temporary folder, from which another
-    disk's file is copied rather than renamed. URLs (``s3://...``) are left to Lightning.
+    Lightning makes a second copy in memory and writes it to the system's temporary folder, which may be on another
+    disk, so that the file is copied, not renamed. URLs (``s3://...``) are left to Lightning.
 
         Trainer(plugins=[AtomicCheckpointIO()], ...)
     """
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Write a single file, on rank 0 only; after a SaveError (a full disk) an earlier file of the name remains."""
+        """Write a single file, on rank 0 only; after a SaveError (a full disk) an earlier file of that name stays."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -60,7 +60,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a file or a folder; links to it, such as ``last.ckpt``, are changed to the newest remaining one."""
+        """Remove a file or a folder; links to it, such as ``last.ckpt``, then point to the newest remaining one."""
         if "://" in str(path):
             super().remove_checkpoint(path)
             return
@@ -75,7 +75,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 @contextmanager
 def saving_checkpoint(path: Path) -> Iterator[None]:
-    """Context in which a disk error removes the partial checkpoint and becomes a SaveError naming the last one."""
+    """Context manager in which a disk error removes the partial checkpoint, and a SaveError names the last one."""
     last = newest_checkpoint(path.parent)
     kept = f"The last good one is '{last}'." if last is not None else "There is none before it."
     with needed("The checkpoint", path, f"{kept} Make room there, or name another folder, and go on from it."):
@@ -106,7 +106,7 @@ def read_state(path: Path) -> SavedState | None:
     try:
         checkpoint = read_plain(path / META if path.is_dir() else path)
         return SavedState(path, int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
-    except Exception as error:  # a file that is cut short may raise anything
+    except Exception as error:  # a truncated file may raise any exception
         log.warning("%s is no checkpoint that can be read, and is skipped: %s.", path, _why_unreadable(path, error))
         return None
 
@@ -123,9 +123,9 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Verify a checkpoint, a file or a folder, by its checksums; once in a process, until its files change.
+    """Verify a checkpoint, a file or a folder, by its checksums; only once in a process while its files do not change.
 
-    Raises a DamagedError if it differs from what was written.
+    Raises a DamagedError if the checkpoint differs from what was written.
     """
     path = path.resolve()
     parts = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -159,7 +159,7 @@ def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False, verifie
 
     Args:
         paths: from :func:`list_checkpoints`. A link is preferred to its target.
-        to_resume: leave out checkpoints with weights only.
+        to_resume: whether to leave out checkpoints that contain only weights.
         verifies: whether checksums are compared. Steps are read from the files, since copying changes file times.
     """
     names: dict[Path, Path] = {}
@@ -206,7 +206,7 @@ def _written_at(path: Path) -> float:
 
 
 class Inert(dict[object, object]):
-    """Stands in for any class, function or object in a pickle: calls and assignments do nothing, entries stay."""
+    """Replaces any class, function or object in a pickle: calls and assignments do nothing, entries are kept."""
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
@@ -235,8 +235,8 @@ def read_plain(path: Path) -> StateDict:
     """Return the plain values of a pickle file; tensors and other objects become :class:`Inert`.
 
     Raises:
-        zipfile.BadZipFile: it is no file of ``torch.save``, or the CRC-32 of its pickle is wrong.
-        pickle.UnpicklingError: it cannot be read.
+        zipfile.BadZipFile: the file is not from ``torch.save``, or the CRC-32 of its pickle is wrong.
+        pickle.UnpicklingError: the pickle cannot be read.
     """
     with zipfile.ZipFile(path) as file:
         name = next((name for name in file.namelist() if name.endswith("/data.pkl")), None)

@@ -28,8 +28,9 @@ class Place(NamedTuple):
     """A folder that a ``ModelCheckpoint`` writes to.
 
     Attributes:
-        folder: its ``dirpath``.
-        depth: levels of folders below: metric names in ``filename`` may contain slashes.
+        folder: the callback's ``dirpath``.
+        depth: number of folder levels below it that may contain checkpoints: metric names in ``filename`` may have
+            slashes.
     """
 
     folder: Path
@@ -37,7 +38,7 @@ class Place(NamedTuple):
 
 
 def find_places(root: Path, callbacks: object) -> list[Place]:
-    """Return the folders in which the run in ``root`` has saved checkpoints, or would now, by its configurations.
+    """Return the folders in which the run in ``root`` has saved checkpoints, or is configured to save them now.
 
     Args:
         callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments; or the objects.
@@ -60,8 +61,8 @@ def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: st
     """Return the path of the checkpoint that a command loads; for "last", the one of the highest step.
 
     Args:
-        command: such as ``fit``, which refuses a folder with another run's checkpoints.
-        callbacks: of the run; see :func:`find_places`.
+        command: the command's name; ``fit`` rejects a folder with another run's checkpoints.
+        callbacks: callbacks of the run; see :func:`find_places`.
 
     Raises:
         ConfigError: there is no checkpoint, or the folder belongs to another run.
@@ -76,7 +77,7 @@ def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: st
 
 
 def check_checkpoints(command: str, root: Path, places: Sequence[Place], ckpt_path: str | None) -> None:
-    """Raise a ConfigError if the checkpoint is missing or damaged, or if a new run would mix with an earlier one."""
+    """Raise a ConfigError if the checkpoint is missing or damaged, or a new run would use another run's folders."""
     if ckpt_path is None:
         saved = _list(places) if command == "fit" else []
         if saved:
@@ -149,7 +150,7 @@ def _saved_callbacks(root: Path) -> Iterator[tuple[Path, object]]:
     for file in sorted(root.glob("config*.yaml")):
         try:
             trainer = read_keys(str(file)).get("trainer")
-        except ConfigError:  # a file of the user's with such a name, as are those without the keys
+        except ConfigError:  # a user's file of this name, as are files without the keys
             continue
         if isinstance(trainer, Mapping):
             former_root = trainer.get("default_root_dir")
@@ -157,7 +158,7 @@ def _saved_callbacks(root: Path) -> Iterator[tuple[Path, object]]:
 
 
 def _find_folders(callbacks: object) -> Iterator[tuple[Path | None, int]]:
-    """Yield the ``dirpath`` of each configured ``ModelCheckpoint``, and how many folder levels it creates."""
+    """Yield the ``dirpath`` of each configured ``ModelCheckpoint``, and the folder levels in its file names."""
     entries: list[Any] = callbacks if isinstance(callbacks, list) else [callbacks]
     for entry in entries:
         if isinstance(entry, ModelCheckpoint) and entry.dirpath:
@@ -178,14 +179,14 @@ def _locate(dirpath: Path, former_root: Path, root: Path) -> Path:
     """Return the present path of a run's ``dirpath``, since the run may have been moved or copied.
 
     Args:
-        dirpath: in the saved configuration; a relative path starts at the folder in which the run was started.
+        dirpath: the path in the saved configuration; if relative, it starts at the folder in which the run was started.
         former_root: the run's folder at that time.
         root: the run's folder now, which differs if it was copied, or is named from another working directory.
     """
     inside, former = (Path(os.path.abspath(path)) for path in (dirpath, former_root))
     if inside.is_relative_to(former):
         return root / inside.relative_to(former)
-    # A run's folder is most often below the folder that it was started in.
+    # A run's folder is usually below the folder in which the run was started.
     folders = [above / dirpath for above in (root.resolve(), *root.resolve().parents)]
     return next((folder for folder in folders if folder.is_dir()), dirpath)
 

@@ -1,7 +1,7 @@
 """Collectives on values other than the model's tensors: counts, decisions, completions.
 
-They use the CPU (gloo) group and no device; in a single process they do nothing. All ranks must call the same functions
-in the same order: each begins with a barrier, whose error contains ``name`` if a rank is missing.
+These functions use the CPU (gloo) group and no device; in a single process they do nothing. All ranks must call the
+same functions in the same order: each begins with a barrier, whose error contains ``name`` if a rank is missing.
 """
 
 import pickle
@@ -47,7 +47,7 @@ def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str =
 
 
 def any_rank(flag: bool, *, name: str) -> bool:
-    """Return whether ``flag`` is set on any rank, with the same result on every rank."""
+    """Return whether ``flag`` is True on at least one rank; the result is the same on every rank."""
     return bool(all_reduce(torch.tensor(int(flag)), "max", name=name))
 
 
@@ -63,7 +63,7 @@ def gather_objects(thing: T, *, name: str) -> list[T]:
 
 
 def all_to_all_objects(objects_by_rank: Mapping[int, T], *, name: str) -> dict[int, T]:
-    """Send each rank its object and return the objects received, by the rank that sent them."""
+    """Send each rank its object, and return the received objects by the rank that sent them."""
     group, own = cpu_group(), global_rank()
     received = {own: objects_by_rank[own]} if own in objects_by_rank else {}
     if group is None:

@@ -1,6 +1,6 @@
 """The CPU communication of a run's processes: a gloo group over all ranks, and a key-value store.
 
-A collective on a device waits for all work queued there, so that those which control the run use the CPU.
+A collective on a device waits for all work queued there. Hence collectives that control the run use the CPU.
 """
 
 import weakref
@@ -21,7 +21,7 @@ class Connection:
 
     Attributes:
         num_barriers: number of barriers that this rank has reached.
-        waits_at: name of the barrier at which it waits; None if it does not wait.
+        waits_at: name of the barrier at which this rank waits; None if it does not wait.
     """
 
     store: RankStore
@@ -31,7 +31,7 @@ class Connection:
 
     @contextmanager
     def waiting_at(self, name: str) -> Iterator[None]:
-        """Context that records that this rank waits at barrier ``name``, for the hang watch."""
+        """Context manager that records that this rank waits at barrier ``name``, for the hang watch."""
         self.waits_at = name
         try:
             yield
@@ -102,7 +102,7 @@ def cpu_group() -> dist.ProcessGroup | None:
 
 
 def leave_groups() -> None:
-    """Leave all process groups at the end of a run, before the interpreter shuts down.
+    """Destroy all process groups at the end of a run, before the interpreter shuts down.
 
     A thread of gloo that releases its last tensor after the interpreter's end aborts the process
     (https://github.com/pytorch/pytorch/issues/190489).

@@ -29,9 +29,9 @@ class MemoryUse:
     """A device's memory use, in bytes.
 
     Attributes:
-        allocated: by this process's tensors.
-        reserved: by its caching allocator.
-        peak: of ``allocated``, since the start or :func:`torch.cuda.reset_peak_memory_stats`.
+        allocated: allocated by this process's tensors.
+        reserved: reserved by this process's caching allocator.
+        peak: maximum of ``allocated`` since the start or :func:`torch.cuda.reset_peak_memory_stats`.
         free: not used by any process.
         total: the device's memory.
     """
@@ -53,7 +53,7 @@ def share_host_threads(num_processes: int) -> None:
 
 
 def limit_host_threads() -> None:
-    """Let torch use few threads on the host, unless ``OMP_NUM_THREADS`` sets the number.
+    """Let torch use only a few threads on the host, unless ``OMP_NUM_THREADS`` sets the number.
 
     With a GPU the host copies a few megabytes a step; waking a thread on every core can take longer than the copy.
     """
@@ -72,7 +72,7 @@ def use_tensor_cores(device: torch.device, precision: str) -> None:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Context in which CUDA computes float32 matrix products without TF32."""
+    """Context manager in which CUDA computes float32 matrix products without TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -93,7 +93,7 @@ def use_expandable_segments() -> None:
 
 @contextmanager
 def shareable_memory() -> Iterator[None]:
-    """Context in which CUDA memory is allocated such that other processes can open it.
+    """Context manager in which CUDA memory is allocated such that other processes can open it.
 
     Other processes can open expandable segments only if the system lets them trace this one (pytorch issue 165685).
     """
@@ -149,7 +149,7 @@ def memory_use(device: torch.device | None = None) -> MemoryUse | None:
 
 
 def has_context() -> bool:
-    """Whether this process has used a CUDA device."""
+    """Return whether this process has a CUDA context."""
     return bool(torch.cuda.is_initialized())
 
 
@@ -157,7 +157,7 @@ def device_of(trainer: object, module: object) -> torch.device | None:
     """Return the device of a training loop of any kind; None if it is unknown.
 
     The trainer may be Lightning's or a Fabric (``strategy.root_device``), transformers' (``accelerator.device``), or a
-    user's object (``device``); otherwise the module's ``device`` or parameters tell it.
+    user's object (``device``); otherwise the device is that of the module's ``device`` or parameters.
     """
     for device in _named_devices(trainer, module):
         if device is not None:

@@ -67,7 +67,7 @@ def execution_mode() -> ExecutionMode:
 
 
 def is_controller() -> bool:
-    """Return whether this process is a controller, which must not touch a device."""
+    """Return whether this process is a controller, which must not use a device."""
     return execution_mode() is ExecutionMode.CONTROLLER
 
 
@@ -77,7 +77,7 @@ def resolve_execution_mode(
     """Determine the mode of this process, which then never changes, and return it.
 
     Args:
-        requested: by the user; "auto" leaves it to the strategy.
+        requested: mode that the user requests; "auto" for the strategy's.
         strategy: may declare an ``execution_mode``, and in a worker a ``controller``; its ``root_device`` and
             ``world_size`` must fit the mode.
         controller: name of a worker's controller, if the strategy does not have it.
@@ -94,7 +94,7 @@ def check_execution_mode(
     requested: RequestedMode = "auto", *, strategy: object = None, controller: str | None = None
 ) -> ExecutionMode:
     """Return the mode that :func:`resolve_execution_mode` would determine, without setting it."""
-    # A controller has no device to ask: the strategy's is read from its configuration.
+    # A controller has no device: the strategy's device is read from its configuration.
     device = strategy.root_device if has(strategy, HasRootDevice) else None
     mode = decide(
         requested,
@@ -154,7 +154,7 @@ def decide(
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Return the launcher that the environment's variables name, or None."""
+    """Return the launcher that the environment variables indicate; None if there is none."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return Launch("torchrun", int(environment.get("WORLD_SIZE", "1")))
     if "SLURM_NTASKS" in environment and environment.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
@@ -167,7 +167,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _find_launch(strategy: object) -> Launch | None:
-    """Return the launcher of this process; Lightning's own if no other one is found but several ranks run."""
+    """Return the launcher of this process; Lightning's if no other is found but several ranks run; else None."""
     launch = read_launch(os.environ)
     world_size = (strategy.world_size if isinstance(strategy, HasWorldSize) else None) or 1
     # Lightning's own launcher sets WORLD_SIZE, too.

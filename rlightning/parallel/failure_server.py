@@ -1,6 +1,6 @@
-"""The server of the failure watch in rank 0, which all ranks call, and which decides which failure was the first.
+"""The server of the failure watch on rank 0, to which all ranks connect, and which decides which failure was the first.
 
-It uses :mod:`rlightning.rpc`. A connection that ends before its rank has left is a failure of that rank::
+The calls use :mod:`rlightning.rpc`. A connection that ends before its rank has left is a failure of that rank::
 
     rank -> rank 0    fail(rank, failure)              this rank has failed; rank 0 reports others that hang, too
                       clean_up(rank)                   this rank cleans up, because another rank failed
@@ -32,7 +32,7 @@ NO_TIMEOUT = float("inf")
 
 
 class FailureServer:
-    """The server in rank 0; all of it runs on the event loop of the failure watch.
+    """The server on rank 0; all methods run on the event loop of the failure watch.
 
     Args:
         world_size: number of ranks that will connect, rank 0 included.
@@ -42,9 +42,9 @@ class FailureServer:
         on_leave: called with a rank that ends without failure.
 
     Attributes:
-        port: on which it listens, at all addresses of the host.
-        key: by which ranks authenticate.
-        cleaning_up: ranks that have failed or clean up.
+        port: port on which the server listens, at all addresses of the host.
+        key: key with which ranks authenticate.
+        cleaning_up: ranks that have failed, or that clean up after another's failure.
         is_over: event, set when every rank has left.
     """
 
@@ -93,12 +93,12 @@ class FailureServer:
         await self._server.close()
 
     def close_copies(self) -> None:
-        """Close a forked child's copies of the connections, which would stay open when this process has ended."""
+        """Close a forked child's copies of the connections, which would stay open after this process has ended."""
         self._listener.close()
         for peer in self._peers.values():
             peer.close_copy()
 
-    # What ranks call
+    # Methods that ranks call
 
     async def fail(self, rank: int, failure: JsonObject) -> None:
         """Record a failure as the first one, unless the death of a rank turns out to be its cause."""
@@ -112,7 +112,7 @@ class FailureServer:
                 self._announce(found)
 
     async def clean_up(self, rank: int) -> None:
-        """Record that a rank has reacted to the first failure."""
+        """Record that a rank cleans up because of the first failure."""
         self.cleaning_up.add(rank)
 
     async def report(self, rank: int, status: JsonObject) -> None:
@@ -150,13 +150,14 @@ class FailureServer:
         if reported is not None and reported.rank == rank:
             if self._is_first():
                 self._announce(reported)
-        # The others' connections to a rank that died break, too, and may be reported first: the death decides at once.
-        # One that has reported a failure of its own, such as a signal, though not as the first, did not die of another.
+        # Other ranks' connections to a dead rank close too, and may be reported first: a death is the first failure
+        # immediately. A rank that has reported its own failure, such as a signal, even if not as the first, did not die
+        # because of another.
         elif rank not in self.cleaning_up and self._is_first():
             self._announce(Failure(rank, await self._find_cause(rank)))
 
     def _is_first(self) -> bool:
-        """Return whether the caller is the first to report a failure, which then is the first failure of all."""
+        """Return whether no failure was reported before the caller's, which is then the first failure of all ranks."""
         is_first, self._is_decided = not self._is_decided, True
         return is_first
 
@@ -166,7 +167,7 @@ class FailureServer:
         self._send(sorted(self._peers, reverse=True), "end", asdict(failure))  # rank 0 last: this loop ends with it
 
     def _send(self, ranks: Iterable[int], method: str, argument: object) -> None:
-        """Notify some ranks of a method call, even if the caller's own connection ends meanwhile."""
+        """Call a method of some ranks without waiting, even if the caller's own connection ends meanwhile."""
         for rank in ranks:
             if rank in self._peers:
                 task = asyncio.ensure_future(_notify(self._peers[rank], method, argument))
@@ -175,7 +176,7 @@ class FailureServer:
 
 
 async def _notify(peer: Peer, method: str, argument: object) -> None:
-    with contextlib.suppress(ConnectionLostError):  # the server learns of the loss anyway
+    with contextlib.suppress(ConnectionLostError):  # the server detects the loss anyway
         await peer.notify(method, argument)
 
 

@@ -45,8 +45,8 @@ SIGNAL = signal.SIGRTMIN
 class PeerFailure(SystemExit):
     """Raised in the main thread of a rank when another rank's failure ends the run.
 
-    An ``except Exception`` does not catch it. It ends the process without a traceback, but ``finally`` blocks and
-    callbacks' ``on_exception`` run.
+    ``except Exception`` does not catch this exception. The process ends without a traceback, after ``finally`` blocks
+    and callbacks' ``on_exception`` have run.
     """
 
 
@@ -54,8 +54,8 @@ class FailureWatch:
     """Ends all ranks when one fails: by an exception, Ctrl-C, ``kill -9``, a lost host, or a hang.
 
     In the other ranks :class:`PeerFailure` is raised in the main thread, which interrupts Python code, sleeping and
-    waiting for processes; NCCL's collectives are aborted. A process that cannot be interrupted is killed when the grace
-    period is over.
+    waiting for processes; NCCL's collectives are aborted. A process that cannot be interrupted is killed after the
+    grace period.
 
     In plain PyTorch the watch is a context around the loop, after the process group is initialized; the strategies of
     this package start it themselves::
@@ -69,7 +69,8 @@ class FailureWatch:
 
     Args:
         grace: seconds between the first failure and the killing of remaining processes.
-        folder: for ``stacks.txt``, written before a hanging rank ends the run; None for the current one.
+        folder: folder for ``stacks.txt``, which is written before a hanging rank ends the run; None for the working
+            directory.
 
     Attributes:
         keeps_groups: whether process groups are not destroyed at the end, because a collective was interrupted.
@@ -119,9 +120,9 @@ class FailureWatch:
         self._hang_watch = HangWatch(self.rank, others, shared, self._send, recorder, self._end_hung)
         self._connect(shared, recorder)
         os.register_at_fork(after_in_child=self._close_copies)
-        # After what else is done at a process's end. Processes that multiprocessing starts know no atexit.
+        # After the other functions at exit. Processes that multiprocessing starts do not run atexit functions.
         Finalize(None, self._end_failed, exitpriority=-100)
-        # Elsewhere no handler can be installed, and the signal would end the process without a word.
+        # In other threads no handler can be installed, and the signal would end the process without a message.
         self._can_interrupt = threading.current_thread() is threading.main_thread()
         if self._can_interrupt:
             signal.signal(SIGNAL, self._interrupt)
@@ -145,7 +146,7 @@ class FailureWatch:
                 on_leave=hang_watch.remove,
             )
             self._loop.run(self._server.start())
-            # The addresses at which other hosts may reach this one; the host name comes last.
+            # Addresses at which other hosts may reach this one, the host name last.
             addresses = [*filter(None, [os.environ.get("MASTER_ADDR")]), socket.gethostname()]
             place = [addresses, self._server.port, self._server.key.hex(), asdict(hang_watch.make_report())]
             shared.store.set("failure_server", json.dumps(place))
@@ -182,7 +183,7 @@ class FailureWatch:
         await peer.wait_closed()
         if not self._is_leaving and self._first is None:
             silent = self._hang_watch.find_silent()
-            # Another rank has killed it, if it did not run.
+            # Another rank has killed it if it was suspended.
             self._learn(Failure(0, f"hangs: it was last seen {silent[0].where}" if 0 in silent else DISCONNECTED))
 
     def stop(self) -> None:
@@ -245,21 +246,21 @@ class FailureWatch:
         return self._first or own
 
     def give_up(self, error: BaseException) -> Failure:
-        """Report an uncaught error; the process ends with the exit code of the first failure."""
+        """Report an uncaught error; the process will end with the exit code of the first failure of any rank."""
         self._is_fatal = True
         return self.report(error)
 
     def tell_end(self, code: int) -> None:
-        """Report that a signal kills this process; the other ranks end with its exit ``code``."""
+        """Report that a signal ends this process; the other ranks end with the same exit code."""
         self._send("fail", asdict(Failure(self.rank, "was ended by a signal", code, is_foreseen=True)), waits=True)
 
     def is_first(self, failure: Failure) -> bool:
-        """Return whether this rank failed first, and so shows the error; the error counts as shown then."""
+        """Return whether this rank failed first, and so shows the error; the error is then marked as shown."""
         self._is_shown = True
         return failure.rank == self.rank
 
     def _name_missing(self, error: BaseException, own: Failure) -> Failure:
-        """Return the failure of a collective with the names of the ranks that did not take part."""
+        """Return the failure of a collective, with the ranks that did not take part."""
         missing = report_arrivals(self._is_first_known.is_set)
         if not missing:
             return own
@@ -268,7 +269,7 @@ class FailureWatch:
         return replace(own, text=f"{own.text} ({missing})")
 
     async def _find_cause_of_death(self, rank: int) -> str:
-        """Return how a disconnected rank has ended, as far as it is known to this process."""
+        """Return how a disconnected rank has ended, as far as this process knows."""
         if not 0 < rank <= len(self.children):
             return DISCONNECTED
         child, deadline = self.children[rank - 1], Deadline(intervals.RANK_EXIT_GRACE)
@@ -282,7 +283,7 @@ class FailureWatch:
         return f"was killed by {name}{' (out of host memory?)' if name == 'SIGKILL' else ''}"
 
     def _send(self, method: str, *arguments: object, waits: bool = False) -> None:
-        """Call a method of rank 0's server, if connected; with ``waits``, return after it has run."""
+        """Call a method of rank 0's server, if connected; with ``waits``, wait until it has run."""
         if self._peer is None or self._loop is None:
             return
         if waits:
@@ -292,7 +293,7 @@ class FailureWatch:
             self._loop.submit(self._peer.notify(method, self.rank, *arguments))
 
     def _end_hung(self, rank: int, reason: str) -> None:
-        """End the run because a rank hangs; rank 0 reports it to all, or this rank ends alone if rank 0 hangs."""
+        """End the run because a rank hangs: rank 0 reports it to all; if rank 0 itself hangs, this rank ends alone."""
         failure = Failure(rank, reason)
         if self._error is None:
             record_all(f"rank {rank} {reason}")
@@ -304,7 +305,7 @@ class FailureWatch:
             self._send("fail", asdict(failure))
 
     def _learn(self, first: Failure) -> None:
-        """Start the thread that ends this process because of the first failure."""
+        """Start a thread that ends this process because of the first failure of any rank."""
         if self._first is None:
             self._first = first
             threading.Thread(target=self._end, args=(first,), name="failure-end", daemon=True).start()
@@ -317,11 +318,11 @@ class FailureWatch:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, SIGNAL)
-        # Python's threads stand still while the interpreter shuts down, where destructors can wait for ever.
+        # Python's threads do not run while the interpreter shuts down, when destructors can wait forever.
         faulthandler.dump_traceback_later(self.grace + 5, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
         deadline = Deadline(self.grace)
         self._hang_watch.kill_silent([first.rank])
-        # A main thread that cleans up may yet wait for work that is queued behind a collective; any other is in one.
+        # A main thread that cleans up may still wait for work queued after a collective; any other is in a collective.
         if Deadline(intervals.ABORT_DELAY).wait_until(lambda: self._is_ending):
             time.sleep(intervals.ABORT_DELAY)
         abort_device_groups(deadline)
@@ -364,7 +365,7 @@ class FailureWatch:
             exit_now((self._first or self._own).exit_code)
 
     def _end_children(self) -> None:
-        """Wait for child ranks up to the grace period; after a failure, kill those that have not ended."""
+        """Wait for child ranks up to the grace period; kill those that have not ended if a rank has failed."""
         if self._first is not None and self._server is not None:
             stuck, reacted = dict(enumerate(self.children, start=1)), self._server.cleaning_up
 
@@ -379,7 +380,7 @@ class FailureWatch:
         end_children(self.children, self.grace)
 
     def _close_copies(self) -> None:
-        """Close a forked child's copies of the connections, which would stay open when this process has ended."""
+        """Close a forked child's copies of the connections, which would stay open after this process has ended."""
         if self._server is not None:
             self._server.close_copies()
         if self._peer is not None:

@@ -21,27 +21,28 @@ from rlightning.torch_internals import set_group_timeout
 
 
 class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
-    """Shards weights, gradients and optimizer state over the ranks (FSDP2); optionally with tensor parallelism inside.
+    """Shards weights, gradients and optimizer state over the ranks (FSDP2), optionally with tensor parallelism.
 
-    ``trainer.strategy: rlightning.parallel.FSDP``, or ``fsdp2`` for one without arguments. With
-    ``trainer.precision: bf16-mixed`` weights are gathered and used in bfloat16, and kept, reduced and optimized in
-    float32. The number of data-parallel ranks is what is left: ranks / ``tensor_parallel_size``. The mesh has three
-    dimensions: copies of the weights, their shards, and tensor parallelism. Global rank = data-parallel rank x
+    ``trainer.strategy: rlightning.parallel.FSDP``, or ``fsdp2`` without arguments. With ``trainer.precision:
+    bf16-mixed`` weights are gathered and used in bfloat16, and kept, reduced and optimized in float32. The number of
+    data-parallel ranks is the number of ranks divided by ``tensor_parallel_size``. The mesh has three dimensions:
+    copies of the weights, their shards, and tensor parallelism. Global rank = data-parallel rank x
     ``tensor_parallel_size`` + tensor-parallel rank.
 
     Args:
-        tensor_parallel_size: neighbouring ranks that split each layer between them and see the same tokens.
-        shard_size: data-parallel ranks that share one copy of the weights; further ones hold copies of it (hybrid
-            sharding), which keeps the gathering of weights within a node, say. None is all of them: one copy.
-        cpu_offload: what the host's memory keeps. ``optimizer`` brings its state to the device for each optimizer step;
-            ``parameters`` keeps weights, gradients and optimizer state on the host and takes the steps there.
-        reshard_after_forward: free a layer's gathered weights between its forward and its backward. False gathers
-            once an optimizer step and needs memory for the whole model, in the dtype of the forward.
-        reduce_every_microbatch: add up gradients over the ranks after each micro-batch, so that a rank only ever keeps
-            its shard of them. False does so once an optimizer step and needs memory for all gradients in float32.
-        barrier_timeout: seconds after which a rank that waits for the others fails with an error that names them:
-            at a barrier, and in a collective of the devices.
-        failure_grace: seconds that ranks get to clean up after a failure before they are ended hard.
+        tensor_parallel_size: number of neighbouring ranks that split each layer, and compute the same tokens.
+        shard_size: number of data-parallel ranks that share one copy of the weights; other ranks have further copies
+            (hybrid sharding), so that weights are gathered within a node, for example. None for all ranks: one copy.
+        cpu_offload: what is kept in host memory. ``optimizer``: the optimizer state, copied to the device for each
+            optimizer step; ``parameters``: weights, gradients and optimizer state, with optimizer steps on the host.
+        reshard_after_forward: whether to free a layer's gathered weights between its forward and its backward. False
+            gathers once for each optimizer step, and needs memory for the whole model in the dtype of the forward.
+        reduce_every_microbatch: whether to reduce gradients over the ranks after each micro-batch, so that a rank keeps
+            only its shard of them. False reduces once for each optimizer step, and needs memory for all gradients in
+            float32.
+        barrier_timeout: maximum seconds for which a rank waits for others, at a barrier or in a collective of the
+            devices, before it fails with an error that names them.
+        failure_grace: seconds in which ranks can clean up after a failure before they are killed.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
         self.reduce_every_microbatch = reduce_every_microbatch
 
     def _configure_launcher(self) -> None:
-        """Make the launcher; called before any process is started or device is touched."""
+        """Create the launcher; called before any process is started or device is used."""
         self.check_world_size()
         super()._configure_launcher()
 
@@ -116,7 +117,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
             mesh_dim_names=("replicate", "shard", "tensor_parallel"),
         )
         if self._timeout is not None:
-            # A mesh gives its groups a default of torch's own, not what the default group has.
+            # A mesh's groups have torch's default timeout, not that of the default group.
             for dim in range(self._device_mesh.ndim):
                 set_group_timeout(self._device_mesh.get_group(dim), self._timeout)
         set_device_mesh(self.lightning_module, self._device_mesh)
@@ -133,14 +134,14 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
         )
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepare the model for training; called when it has been loaded."""
+        """Prepare the loaded model for training."""
         super().setup(trainer)
         # Weights that a forward pass has gathered in inference mode cannot be trained with afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
 
     def model_to_device(self) -> None:
-        """Shard modules that are not sharded yet, with rank 0's values; models were sharded while loading."""
+        """Shard modules that are not sharded yet, with rank 0's values; models were already sharded while loading."""
         assert self.model is not None
         move_replicated(self.model, self.root_device)
         broadcast_replicated(self.model)
@@ -150,11 +151,12 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Context in which backward passes postpone communication to the last micro-batch of an optimizer step.
+        """Context manager in which backward passes postpone communication to the last micro-batch of an optimizer step.
 
-        Postponed is the sum over copies of the weights (hybrid sharding), and with ``reduce_every_microbatch=False``
-        the whole reduction. Weights that a forward keeps gathered for its backward stay gathered for the next forward
-        too: those of embedding and output layer, and with ``reshard_after_forward=False`` of all layers.
+        The postponed communication is the sum over copies of the weights (hybrid sharding), and with
+        ``reduce_every_microbatch=False`` the whole reduction. Weights that a forward keeps gathered for its backward
+        stay gathered for the next forward too: those of embedding and output layer, and with
+        ``reshard_after_forward=False`` of all layers.
         """
         assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
@@ -167,7 +169,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
             module.set_reshard_after_backward(False, recurse=False)
         try:
             yield
-        except BaseException:  # the weights may be others before the next forward
+        except BaseException:  # the weights may change before the next forward
             for module in kept:
                 module.reshard()
             raise

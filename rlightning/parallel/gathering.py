@@ -68,7 +68,7 @@ class _Layout:
     def split_dims(self) -> tuple[int, ...]:
         """The mesh's dimensions that split the tensor, in the order in which they split it.
 
-        FSDP splits what tensor parallelism has split: a strided shard comes after the plain one to its right.
+        FSDP splits what tensor parallelism has already split: a strided shard comes after the plain shard to its right.
         """
         plain = [i for i, placement in enumerate(self.placements) if type(placement) is Shard]
         strided = [i for i, placement in enumerate(self.placements) if isinstance(placement, StridedShard)]
@@ -103,7 +103,7 @@ class _Layout:
         return Box(tuple(offset), tuple(lengths))
 
     def holders(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the ranks and mesh coordinates that together hold the whole tensor, this rank included."""
+        """Return the ranks and their mesh coordinates that together hold one copy of the tensor, this rank included."""
         mine = self.mesh.get_coordinate()
         assert mine is not None, "this rank holds no part of the tensor"
         ranks = self.mesh.mesh
@@ -130,7 +130,7 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def split_by_bytes(items: Iterable[T], size_of: Callable[[T], int], max_bytes: float) -> Iterator[list[T]]:
-    """Split items, in their order, into lists of at most ``max_bytes``; a larger item is a list of its own."""
+    """Split items, in their order, into lists of at most ``max_bytes``; a larger item is a list by itself."""
     part: list[T] = []
     num_bytes = 0
     for item in items:
@@ -161,7 +161,7 @@ def gather_into(
 
     Args:
         outputs: for each tensor a plain tensor of its full shape, of any dtype, on any device.
-        tensors: sharded ones, on the devices of their mesh or, offloaded, on the CPU; or plain ones.
+        tensors: sharded tensors, on the devices of their mesh or, if offloaded, on the CPU; or plain tensors.
         destination: the rank that gets the values; None for all ranks. The outputs of other ranks only provide the
             dtype, and may be on the meta device.
         gather_bytes: maximum bytes of full values in one collective, unless a single tensor is larger.
@@ -170,7 +170,7 @@ def gather_into(
     sharded: dict[_Layout, list[tuple[Tensor, DTensor]]] = {}
     for output, tensor in zip(outputs, tensors, strict=True):
         if isinstance(tensor, DTensor):
-            # tensors that lie on the same ranks travel together, whichever of their dimensions is split
+            # tensors on the same ranks are gathered together, whichever of their dimensions is split
             layout = _Layout.of(tensor)
             sharded.setdefault(layout, []).append((output, tensor))
         elif is_wanted:
@@ -191,7 +191,7 @@ def _num_bytes(pair: tuple[Tensor, DTensor]) -> int:
 
 
 def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], destination: int | None) -> None:
-    """Gather the parts that fit into one buffer by one collective."""
+    """Gather those tensors whose values fit into one buffer, by one collective."""
     rank = dist.get_rank()
     mine = ranks.index(rank)
     boxes = [_boxes(tensor) for _, tensor in pairs]  # [tensor][holder]
@@ -227,10 +227,10 @@ def _boxes(tensor: DTensor) -> list[Box]:
 
 
 def _plan(boxes: list[list[Box]], itemsizes: list[int], num_ranks: int) -> tuple[list[list[int]], int]:
-    """Return the offset of each tensor's part in each rank's buffer, and the size of the largest buffer, in bytes.
+    """Return the byte offset of each tensor's part in each rank's buffer, and the size of the largest buffer in bytes.
 
-    Each rank packs its own parts tightly: some tensors are too short to have parts on all ranks, and padding would add
-    up.
+    Each rank packs its parts without padding: some tensors are too short to have parts on all ranks. ``boxes`` are the
+    parts of each tensor by rank.
     """
     ends = [0] * num_ranks
     offsets = []
@@ -257,7 +257,7 @@ _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def _group(tensor: DTensor, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return a process group of ``ranks`` in this order: one of the mesh's, the default group, or a new one."""
+    """Return a process group of ``ranks`` in this order: a group of the mesh, the default group, or a new one."""
     layout = _Layout.of(tensor)
     if len(layout.split_dims) == 1:
         group = tensor.device_mesh.get_group(layout.split_dims[0])
@@ -267,7 +267,7 @@ def _group(tensor: DTensor, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     assert world is not None
     if tuple(dist.get_process_group_ranks(world)) == ranks:
         return world
-    # Shards of tensor-parallel ranks below a replicating dimension. Only these ranks meet to make it.
+    # Shards of tensor-parallel ranks below a replicating dimension. Only these ranks create the group.
     if ranks not in _groups or _groups[ranks][0] is not world:
         made = dist.new_group(list(ranks), use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)

@@ -38,9 +38,9 @@ class Status:
     """The status that a rank reports with a heartbeat.
 
     Attributes:
-        where: the position of its main thread, as in "in save (my.py, line 3)" or "at barrier 'save'".
-        waits_in: the barrier or collective in which it waits for other ranks, as far as that is visible.
-        stuck_seconds: seconds since its position changed.
+        where: what the rank's main thread executes, as in "in save (my.py, line 3)" or "at barrier 'save'".
+        waits_in: whether the rank visibly waits for other ranks, and in what.
+        stuck_seconds: seconds since ``where`` last changed.
         process: identity from :func:`identify_process`.
     """
 
@@ -55,7 +55,7 @@ class RankState(Heartbeat):
     """The state of a rank as its heartbeats have reported it.
 
     Args:
-        status: of its last heartbeat; None before the first one.
+        status: status in the rank's last heartbeat; None before the first one.
     """
 
     def __init__(self, status: Status | None = None, silent_seconds: float = 0.0) -> None:
@@ -63,7 +63,7 @@ class RankState(Heartbeat):
         self.status, self.silent_seconds = status, silent_seconds
 
     def tick(self) -> float:
-        """Add the time since the last tick to the rank's silent time; return the silent time in seconds."""
+        """Count the time since the last call as silence; return the seconds since the rank's last heartbeat."""
         self.interval = intervals.HEARTBEAT_INTERVAL
         return super().tick()
 
@@ -74,7 +74,7 @@ class RankState(Heartbeat):
 
     @property
     def stuck_seconds(self) -> float:
-        """Seconds since the rank's position last changed, as far as known."""
+        """Seconds since the rank's main thread last made progress, as far as known."""
         return 0.0 if self.status is None else self.status.stuck_seconds
 
     @property
@@ -83,7 +83,7 @@ class RankState(Heartbeat):
         return self.status is not None and bool(self.status.waits_in)
 
     def describe(self) -> str:
-        """Return the rank's last reported position, as the end of a sentence that begins with "rank 1"."""
+        """Return what the rank was last known to execute, as the end of a sentence that begins with "rank 1"."""
         if self.status is None:
             return "has given no heartbeat yet"
         if self.runs:
@@ -92,12 +92,13 @@ class RankState(Heartbeat):
 
 
 class HangWatch(threading.Thread):
-    """Sends one rank's heartbeats and watches those of the other ranks.
+    """Sends one rank's heartbeats, and monitors those of other ranks.
 
     Args:
-        others: the ranks to watch: on rank 0 all others, elsewhere rank 0.
+        others: the ranks to monitor: all others on rank 0, and rank 0 on any other.
         send: calls a method of rank 0's failure server.
-        on_hang: called once with a hanging rank and the reason, a text that follows "rank 1 ", when the run must end.
+        on_hang: called once, when the run must end, with the hanging rank and the reason, a text that follows "rank 1
+            ".
 
     Attributes:
         needs_answer: whether this rank has failed, and waits for rank 0's answer.
@@ -130,7 +131,7 @@ class HangWatch(threading.Thread):
             for state in list(self._others.values()):
                 state.tick()
             own = self.make_report()
-            # A rank 0 that is stopped reads nothing, and what it has not read would close the connection at last.
+            # If rank 0 is suspended it reads nothing, and the unread messages would eventually close the connection.
             if self.rank == 0 or self._num_unanswered < MAX_UNANSWERED:
                 self._num_unanswered += 1
                 self._send("report", asdict(own))
@@ -156,7 +157,7 @@ class HangWatch(threading.Thread):
             self._others[rank].beat()
 
     def remove(self, rank: int) -> None:
-        """Stop watching a rank that has ended without failure."""
+        """Stop monitoring a rank that has ended without failure."""
         self._others.pop(rank, None)
 
     def find_silent(self) -> dict[int, Status]:
@@ -165,7 +166,7 @@ class HangWatch(threading.Thread):
         return {rank: one.status for rank, one in states.items() if one.status is not None and not one.runs}
 
     def kill_silent(self, among: Container[int]) -> None:
-        """Kill the ranks ``among`` the given ones whose heartbeats have stopped: they will not end by themselves."""
+        """Kill those of the given ranks whose heartbeats have stopped: they cannot end by themselves."""
         silent = self.find_silent()
         for rank, status in silent.items():
             if rank in among:
@@ -180,7 +181,7 @@ class HangWatch(threading.Thread):
         self.record_silent(reason)
 
     def record_silent(self, reason: str) -> None:
-        """Write the last known stacks of ranks without heartbeats to the run's file; only one rank does."""
+        """Write the last known stacks of ranks without heartbeats to the run's file, from only one rank."""
         for rank, status in self.find_silent().items() if self.rank <= 1 else ():
             text = f"It does not run. Its main thread was last seen {status.where}:\n{status.stack}"
             self._recorder.append(reason, text, name=f"rank {rank}, seen from rank {self.rank}")
@@ -199,7 +200,7 @@ class HangWatch(threading.Thread):
         return Status(where, waits_in, self._stuck_seconds, position.stack, self._process)  # type: ignore[arg-type]
 
     def _log_wait(self, states: Mapping[int, RankState]) -> None:
-        """Log at growing intervals which ranks are waited for; only one of the waiting ranks logs."""
+        """Log, at growing intervals, which ranks others wait for; only one of the waiting ranks logs."""
         waiting, missing = find_missing(states, intervals.WAIT_REPORT_DELAY)
         if not missing:
             self._next_report = intervals.WAIT_REPORT_DELAY
@@ -222,10 +223,10 @@ class HangWatch(threading.Thread):
 def find_missing(
     states: Mapping[int, RankState], seconds: float, *, at_barriers: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Return the ranks that wait for others without progress for some time, and the ranks they wait for.
+    """Return the ranks that have waited for others without progress for ``seconds``, and the ranks for which they wait.
 
-    A rank waits if it is visibly at a barrier or in a collective. A rank without progress may wait if another one has
-    not run for as long, or if no rank makes progress and they are at different places (:func:`is_known`).
+    A rank waits if it is visibly at a barrier or in a collective. A rank without progress may wait if another rank has
+    not run for as long, or if no rank makes progress and they execute different code (:func:`is_known`).
 
     Args:
         at_barriers: whether waiting at a barrier counts.
@@ -259,7 +260,7 @@ def _is_wait_seen(waiting: Sequence[int], states: Mapping[int, RankState]) -> bo
 
 
 def describe_wait(waiting: Sequence[int], missing: Sequence[int], states: Mapping[int, RankState]) -> str:
-    """Describe the result of :func:`find_missing`: which ranks wait where, and for which ranks."""
+    """Describe the result of :func:`find_missing`: which ranks wait, where, and for which ranks."""
     first = states[waiting[0]].status
     assert first is not None
     seconds = min(states[rank].stuck_seconds for rank in waiting)

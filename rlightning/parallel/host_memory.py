@@ -17,8 +17,8 @@ class HostMemory:
     """Moves the storages of tensors to the host and back.
 
     A storage is copied to the host and resized to 0; later it is resized and filled again. Tensors, parameters, views,
-    DTensors and FSDP's shards stay the same objects, and must not be read in between, which would end the process.
-    Shared storages are moved once. The host memory is kept for the next time.
+    DTensors and FSDP's shards stay the same objects. Reading them in between would crash the process. Shared storages
+    are moved once. The host memory is kept for the next time.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class HostMemory:
         return sum(size for _, _, size in self._moved)
 
     def take(self, tensors: Iterable[Tensor], device_type: str = "cuda") -> int:
-        """Move the storages of ``tensors`` on such a device to the host; return the bytes moved."""
+        """Move the storages of ``tensors`` on devices of this type to the host; return the number of bytes moved."""
         storages = list(_unique_storages(tensors, device_type))
         for device in {storage.device for storage in storages}:
             synchronize(device)  # waits for every stream that still writes to them
@@ -53,10 +53,11 @@ class HostMemory:
         return sum(size for _, _, size in moved)
 
     def give_back(self) -> int:
-        """Move all storages back to their devices; return the bytes moved.
+        """Move all storages back to their devices; return the number of bytes moved.
 
         Raises:
-            torch.OutOfMemoryError: if the device has no room; the remaining storages stay on the host for another call.
+            torch.OutOfMemoryError: the device has too little memory; the remaining storages stay on the host for
+                another call.
         """
         num_bytes = 0
         devices = {storage.device for storage, _, _ in self._moved}
@@ -70,12 +71,12 @@ class HostMemory:
                 num_bytes += size
         finally:
             for device in devices:
-                synchronize_stream(device)  # the host memory is written anew, the tensors read on any stream
+                synchronize_stream(device)  # host memory may be overwritten, tensors read on any stream
         self._end = 0
         return num_bytes
 
     def close(self) -> None:
-        """Move everything back and free the host memory. May be called twice."""
+        """Move all storages back, and free the host memory. May be called twice."""
         self.give_back()
         self._blocks.clear()
 
@@ -98,7 +99,7 @@ def _unique_storages(tensors: Iterable[Tensor], device_type: str) -> Iterator[Un
     for tensor in tensors:
         for plain in _plain_tensors(tensor):
             storage = plain.untyped_storage()
-            # Memory that is not PyTorch's own cannot be shrunk; an empty storage is nothing, or on the host already.
+            # Memory that PyTorch does not own cannot be resized; an empty storage has no data, or is on the host.
             is_movable = storage.device.type == device_type and storage.nbytes() > 0 and storage.resizable()
             if is_movable and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

@@ -1,4 +1,4 @@
-"""Finds a rank's position: the executed line of its own code, and whether it waits for other ranks there."""
+"""Finds what a rank executes: the current line of its own code, and whether it waits for other ranks there."""
 
 import os
 import sys
@@ -31,13 +31,13 @@ NUM_SHOWN = 12
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a thread.
+    """What a thread executes: the innermost line of the user's or this package's code, and its stack.
 
     Attributes:
-        where: "in training_step (rlightning/module/rl_module.py, line 310)".
-        is_in_collective: whether it is in a call of torch.distributed.
+        where: text such as "in training_step (rlightning/module/rl_module.py, line 310)".
+        is_in_collective: whether the thread is in a call of torch.distributed.
         stack: lines of the calls outside of torch, Lightning and Python's library; the last is the innermost.
-        key: differs between two samples if the thread has made progress.
+        key: a number that differs between two calls if the thread has made progress in between.
     """
 
     where: str
@@ -47,7 +47,7 @@ class Position:
 
 
 def find_position(thread: int) -> Position:
-    """Return the position of a thread of this process, by its ``threading.get_ident()``."""
+    """Return what a thread of this process executes; ``thread`` is its ``threading.get_ident()``."""
     frames = list(_walk(sys._current_frames().get(thread)))  # the innermost first
     shown = [frame for frame in frames if not _is_library(frame)] or frames[:1]
     if not shown:

@@ -35,11 +35,11 @@ class RankLauncher(SubprocessLauncher):
     """Starts the other ranks as Lightning does, and reports an exception before the clean-up begins.
 
     Lightning's launcher leaves child processes running when rank 0 raises, and kills rank 0 when a child has failed.
-    Here the failure watch ends them; before it has started, the failure of a child ends rank 0, and vice versa.
+    Here the failure watch ends all ranks; before it has started, the failure of a child ends rank 0, and vice versa.
     """
 
     def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
-        """Start the other ranks, unless torchrun or SLURM has started them, and run ``function`` on this one."""
+        """Start the other ranks, unless torchrun or SLURM has started them, and run ``function`` on this rank."""
         check_launch(self.num_processes, self.num_nodes)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
@@ -53,7 +53,7 @@ class RankLauncher(SubprocessLauncher):
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            # The callbacks' on_exception comes later, and takes its time: engines have to close.
+            # The callbacks' on_exception comes later and takes long, since engines have to close.
             report_failure(error)
             if active_watch() is None:
                 end_children(self.procs, 0)  # the other ranks wait in the rendezvous
@@ -124,13 +124,13 @@ def describe_rendezvous(error: Exception) -> ConfigError:
 
 
 def _end_with(children: "list[subprocess.Popen[bytes]]") -> None:
-    """Wait for the failure watch, and give it the children; end this process if a child fails before it has started."""
+    """Wait until the failure watch has started, and pass it the children; end this process if a child fails before."""
     while (watch := active_watch()) is None:
         codes = {rank: child.poll() for rank, child in enumerate(children, start=1)}
         failed = {rank: code for rank, code in codes.items() if code}
         if failed:
             rank, code = next(iter(failed.items()))
-            # Its own message is on the terminal; the others wait for it in the rendezvous.
+            # The child has shown its own message; the other ranks wait for it in the rendezvous.
             log.error("rank 0 ends because rank %d ended with exit code %d before the ranks had met", rank, code)
             end_children(children, 0)
             exit_now(code if code > 0 else 1)

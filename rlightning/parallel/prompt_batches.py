@@ -12,7 +12,7 @@ from rlightning.types import Prompt
 
 
 class PromptBatchModule(CheckedArguments, LightningModule):
-    """A module with lists of prompts as batches: metrics of an epoch are weighted by the number of prompts."""
+    """A module whose batches are lists of prompts: metrics of an epoch are weighted by the number of prompts."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Log a metric; ``batch_size``, its weight in the epoch's mean, defaults to the batch's number of prompts."""
@@ -36,7 +36,7 @@ def log_epoch_step(trainer: Trainer, module: LightningModule) -> None:
 
 
 class EpochStep(Callback):
-    """A callback that logs the step of an epoch's metrics; it must come after the callbacks that log metrics."""
+    """A callback that logs the step of an epoch's metrics; it must be listed after the callbacks that log metrics."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's step; called before the module's own hook, which may log the first metric."""

@@ -18,9 +18,9 @@ class Failure:
     """The failure of one rank, which ends the run.
 
     Attributes:
-        rank: that failed.
+        rank: the rank that failed.
         text: follows "rank 1 " in messages, such as "failed: ValueError: boom".
-        exit_code: of all ranks.
+        exit_code: the exit code of all ranks.
         is_foreseen: whether the failed rank's error line is sufficient, so that the others log nothing.
     """
 
@@ -36,18 +36,18 @@ class Failure:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether ``error`` is a failure: any exception except an exit without a code or after SIGTERM."""
+    """Return whether an exception is a failure: any exception except an exit without a code or after SIGTERM."""
     return not isinstance(error, SystemExit) or error.code not in (None, 0, TERMINATED)
 
 
 def is_of_collective(error: BaseException) -> bool:
-    """Return whether ``error`` comes from a collective or its connections, which another rank may have caused."""
+    """Return whether an exception comes from a collective or its connections, so that another rank may be the cause."""
     # gloo raises a bare RuntimeError that begins with its source file.
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 def describe(error: BaseException) -> str:
-    """Return ``error`` in one line."""
+    """Return an exception in one line."""
     if isinstance(error, KeyboardInterrupt):
         return "was interrupted"
     lines = str(error).strip().splitlines() or [""]

@@ -1,6 +1,7 @@
-"""A key-value store of all ranks, by which they agree on decisions without a collective.
+"""A key-value store of all ranks, with which they agree on decisions without a collective.
 
-Barriers store the position of each rank, the stop signal its votes, the failure watch its address and failures.
+Barriers store which barrier each rank has reached, the stop signal its votes, the failure watch its address and
+failures.
 """
 
 import copy
@@ -24,7 +25,7 @@ class StoreError(RunError, RuntimeError):
 
 
 class StoreSilentError(StoreError):
-    """The store does not answer, but its connection is open: its host process may be suspended and continue later."""
+    """The store does not answer, but its connection is open: its host process may be suspended, and resume later."""
 
 
 class RankStore:
@@ -34,7 +35,7 @@ class RankStore:
     it. Hence requests run in a thread of this process.
 
     Args:
-        store: the process group's, to which this object opens its own connection.
+        store: the process group's store, to which this object opens its own connection.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, world_size: int) -> None:
@@ -50,10 +51,10 @@ class RankStore:
         self._ask(lambda store: store.set(self._prefix + key, text))
 
     def get(self, key: str) -> str | None:
-        """Return the text of a key, or None."""
+        """Return the text of a key; None if it has no value."""
 
         def read(store: Store) -> str | None:
-            # A missing key would be waited for.
+            # get() would wait for a missing key.
             return store.get(self._prefix + key).decode() if store.check([self._prefix + key]) else None
 
         return self._ask(read)
@@ -67,7 +68,7 @@ class RankStore:
         return self._ask(lambda store: store.add(self._prefix + key, amount))
 
     def by_rank(self, key: str, ranks: Iterable[int] | None = None) -> dict[int, str]:
-        """Return the texts that ranks (by default all) stored by :meth:`exchange` or under ``key/rank``."""
+        """Return, by rank, the texts that ranks (by default all) stored by :meth:`exchange` or under ``key/rank``."""
         texts = {rank: self.get(f"{key}/{rank}") for rank in (self.ranks if ranks is None else ranks)}
         return {rank: text for rank, text in texts.items() if text is not None}
 
@@ -76,7 +77,7 @@ class RankStore:
     ) -> dict[int, str]:
         """Write this rank's text, wait up to ``seconds`` for the other ranks' texts, and return all by rank.
 
-        ``is_over`` is polled with the missing ranks; True ends the wait.
+        ``is_over`` is called repeatedly with the missing ranks; the wait ends when it returns True.
         """
         self.set(f"{key}/{self.rank}", text)
         found: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Parameters that a sharding strategy does not shard, of which each rank has a whole copy.
+"""Parameters that a sharding strategy does not shard: each rank has a whole copy.
 
 FSDP averages only the gradients of parameters that it shards. This module keeps the other parameters equal on all
 ranks: rank 0's values are broadcast at the start, and gradients are averaged before each optimizer step.
@@ -24,7 +24,7 @@ def move_replicated(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def broadcast_replicated(module: nn.Module) -> None:
-    """Broadcast rank 0's values, since random initial values differ between ranks unless they share a seed."""
+    """Broadcast rank 0's values of unsharded parameters and buffers: random initial values may differ between ranks."""
     for owner in _owners(module):
         for tensor in _own_tensors(owner):
             dist.broadcast(tensor.detach(), 0)
@@ -34,7 +34,7 @@ def broadcast_replicated(module: nn.Module) -> None:
 def average_gradients(module: nn.Module) -> None:
     """Average the gradients of trained, unsharded parameters over the ranks; collective.
 
-    If a parameter has a gradient on some ranks only, it counts as 0 on the others; without any it keeps None.
+    A gradient that is missing on some ranks counts as 0 there; one that is missing on all ranks stays None.
     """
     whole = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if not whole:

@@ -19,8 +19,8 @@ OF_ACTOR = "actor."
 def check_saved_weights(saved: Mapping[str, object], own: Mapping[str, object], module: nn.Module) -> None:
     """Raise a ConfigError if a checkpoint's weights do not belong to a module.
 
-    Its message names the first weight that only one of them has, that has another shape, or that only one of them ties
-    to another weight (by shared memory, or equal values).
+    The message names the first weight that only one of the two has, that has another shape, or that only one of them
+    ties to another weight (by shared memory, or equal values).
     """
     what, names = "The checkpoint", parameter_names(module)
     check_shapes(shapes_of(saved), shapes_of(own), what)
@@ -29,7 +29,7 @@ def check_saved_weights(saved: Mapping[str, object], own: Mapping[str, object], 
 
 
 def check_shapes(saved: Shapes, own: Shapes, what: str) -> None:
-    """Raise a ConfigError for the first weight that a checkpoint has and a module has not, or vice versa."""
+    """Raise a ConfigError for the first weight that is missing in a checkpoint or a module, or has another shape."""
     for name, shape in own.items():
         if name not in saved and not name.startswith(OF_ACTOR):
             raise ConfigError(
@@ -57,10 +57,10 @@ def check_ties(
     """Raise a ConfigError for a checkpoint with other tied weights than a module.
 
     Args:
-        saved: the checkpoint's tied weights: the first name for each other name.
-        own: the module's tied weights.
+        saved: the checkpoint's tied weights: for each further name of a weight its first name.
+        own: the module's tied weights, in the same form.
         what: the checkpoint's name in the error.
-        values: the checkpoint's weights, by whose values ties are found if they were written separately.
+        values: the checkpoint's weights; tied weights that were written separately are found by equal values.
     """
     for name, first in own.items():
         if saved.get(name, name) != saved.get(first, first) and not _is_equal(values or {}, name, first):
@@ -82,7 +82,7 @@ def _is_equal(values: Mapping[str, object], name: str, other: str) -> bool:
 
 
 def check_optimizer_state(saved: StateDict, optimizer: Optimizer) -> None:
-    """Raise a ConfigError for an optimizer's state in a checkpoint with another number of parameters.
+    """Raise a ConfigError if a checkpoint's optimizer state has another number of parameters than the optimizer.
 
     :func:`check_ties` cannot tell whether equal weights in a checkpoint were a single parameter.
     """
@@ -103,7 +103,7 @@ def parameter_names(module: nn.Module) -> set[str]:
 
 
 def find_shared(state: Mapping[str, object], names: Set[str]) -> dict[str, str]:
-    """Map each of the ``names`` whose tensor shares the memory of an earlier one to the earlier name."""
+    """For each of the ``names`` whose tensor shares the memory of an earlier one, return the earlier name."""
     firsts: dict[object, str] = {}
     shared: dict[str, str] = {}
     for name, tensor in state.items():

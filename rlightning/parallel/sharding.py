@@ -19,12 +19,12 @@ CPUOffload = Literal["none", "optimizer", "parameters"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """The settings of how a model is sharded over the ranks.
+    """The settings that determine how a model is sharded over the ranks.
 
     Args:
-        mesh: of all ranks, with the dimensions ``replicate``, ``shard`` and ``tensor_parallel``.
-        device: this rank's.
-        compute_dtype: of weights and activations in forward and backward; None for the weights' own.
+        mesh: device mesh of all ranks, with the dimensions ``replicate``, ``shard`` and ``tensor_parallel``.
+        device: this rank's device.
+        compute_dtype: dtype of weights and activations in forward and backward; None for that of the stored weights.
         cpu_offload: what is kept in host memory; see :class:`~rlightning.parallel.FSDP`.
         reshard_after_forward: whether a layer's gathered weights are freed between its forward and its backward.
     """
@@ -59,8 +59,8 @@ def shard_parts(owner: nn.Module, sharding: Sharding) -> None:
     """Shard the modules of ``owner`` outside its sharded models, such as a subclass's value head.
 
     Values must be equal on all ranks. Each module is gathered for its ``forward`` and again for the backward, in its
-    own dtype. Of a container without a forward, such as a ModuleList, the children are sharded; other parameters stay
-    whole.
+    own dtype. For a container without a forward, such as a ModuleList, the children are sharded instead; other
+    parameters are not sharded.
     """
     parts = list(_parts(owner))
     holders = Counter(parameter for module in owner.modules() for parameter in module.parameters(recurse=False))
@@ -104,7 +104,7 @@ class CodedLinear(nn.Module):
     """Base of linear layers that store quantised codes and compute their matrix from them.
 
     Attributes:
-        codes: a parameter, which the subclass encodes and decodes.
+        codes: the quantised matrix, as a parameter that the subclass encodes and decodes.
     """
 
     codes: nn.Parameter
@@ -113,14 +113,14 @@ class CodedLinear(nn.Module):
 
     @property
     def weight(self) -> nn.Parameter:
-        """The matrix, dequantised at each access; files and engines contain it instead of the codes."""
+        """The dequantised matrix, computed at each access; files and engines contain it instead of the codes."""
         raise NotImplementedError
 
 
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights in a model's files, by name: parameters, tied ones once, then persistent buffers.
+    """Yield the weights by their names in a model's files: parameters, tied ones once, then persistent buffers.
 
-    For a policy with an adapter, yield the base's weights, under their names without an adapter.
+    For a policy with an adapter, yield the base model's weights, under the base model's names.
     """
     coded = {name: module for name, module in policy.named_modules() if isinstance(module, CodedLinear)}
     for name, parameter in policy.named_parameters():
@@ -136,13 +136,13 @@ def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return a DTensor's shard on this rank; a plain tensor itself."""
+    """Return a DTensor's shard on this rank; a plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
 def rounded_vectors(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Context in which norms and biases are rounded to ``dtype`` as in engines; autocast only rounds matrices."""
+    """Context manager in which norms and biases are rounded to ``dtype``, as in engines; autocast rounds matrices."""
     vectors = [local_tensor(parameter.data) for parameter in policy.parameters() if parameter.ndim < 2]
     masters = [vector.clone() for vector in vectors]
     try:

@@ -1,5 +1,4 @@
-"""Writes the stacks of a run's processes to ``stacks.txt`` in its folder: on SIGUSR1, and before a timeout ends the
-run.
+"""Writes the stacks of a run's processes to ``stacks.txt`` in its folder: on SIGUSR1, and before a timeout ends it.
 
 ``faulthandler`` writes them without Python's lock, even while the main thread waits in a collective.
 """
@@ -20,10 +19,10 @@ SIGNAL = signal.SIGUSR1
 
 
 class StackRecorder(threading.Thread):
-    """Appends this process's stacks to the run's file, on SIGUSR1 or when asked.
+    """Appends this process's stacks to the run's file, on SIGUSR1 or on request.
 
     Args:
-        name: of this process in the file, such as "rank 1".
+        name: name of this process in the file, such as "rank 1".
 
     Attributes:
         forward: called with a reason to have the other processes of the run record their stacks.
@@ -33,12 +32,12 @@ class StackRecorder(threading.Thread):
         super().__init__(name="stack-recorder", daemon=True)
         self.path, self.process_name = path, name
         self.forward: Callable[[str], None] = do_nothing
-        self._raw = os.memfd_create("stacks")  # needs no disk, and is open for as long as the process lives
+        self._raw = os.memfd_create("stacks")  # needs no disk, and stays open until the process ends
         self._num_read = 0
         self._lock = threading.Lock()
 
     def take_signal(self) -> None:
-        """Record stacks on SIGUSR1 from now on, unless the program has a handler of its own.
+        """Record stacks on SIGUSR1 from now on, unless the program has its own handler.
 
         After the run the signal is ignored, since its default action would end the process.
         """
@@ -71,7 +70,7 @@ class StackRecorder(threading.Thread):
         self.append(reason, text)
 
     def append(self, reason: str, text: str, *, name: str | None = None) -> None:
-        """Append a reason and stacks, by default of this process, to the file in one write."""
+        """Append a reason and a text with stacks to the file in one write, under this process's name by default."""
         here = f"{name or f'{self.process_name}, process {os.getpid()}'} on {socket.gethostname()}"
         section = f"=== {here}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n{text.rstrip()}\n\n"
         try:
@@ -82,7 +81,7 @@ class StackRecorder(threading.Thread):
             finally:
                 os.close(file)
         except OSError:
-            return  # it only observes, and what it observes ends soon
+            return  # it only observes, and the process ends soon
 
     def _take_raw(self) -> str:
         """Return the output of ``faulthandler`` since the last call."""
@@ -111,7 +110,7 @@ def start_recorder(folder: Path, name: str) -> StackRecorder:
 
 
 def run_folder(root_dir: str) -> Path:
-    """Return the folder for a run's stacks: its ``default_root_dir``, or the current folder if that is a URL."""
+    """Return the folder for a run's stacks: its ``default_root_dir``, or the working directory if that is a URL."""
     return Path() if "://" in root_dir else Path(root_dir).expanduser()
 
 
@@ -122,7 +121,7 @@ def record_own(reason: str) -> None:
 
 
 def record_all(reason: str) -> None:
-    """Have all processes of the run record their stacks and wait briefly; does nothing without a recorder."""
+    """Have all processes of the run record their stacks, and wait briefly; without a recorder do nothing."""
     record_own(reason)
     if _recorder is not None:
         _recorder.forward(reason)

@@ -43,9 +43,9 @@ GRACE_PERIOD = 120.0
 class StopSignal:
     """The handling of signals that ask a Trainer's run to stop (see :func:`stop_signal`).
 
-    It replaces two methods of the Trainer. Lightning broadcasts a tensor of the device inside the signal handler,
-    perhaps in the middle of another collective, logs there, perhaps in the middle of another line, and broadcasts again
-    before each batch. This handler only sets a flag.
+    Two methods of the Trainer are replaced. Inside its signal handler, Lightning broadcasts a device tensor, perhaps in
+    the middle of another collective, and logs, perhaps in the middle of another line; it broadcasts again before each
+    batch. This handler only sets a flag.
 
     Attributes:
         command: shell command that resumes the run, if the run was started from a shell.
@@ -70,7 +70,7 @@ class StopSignal:
 
     def handle_signal(self, signum: int, frame: FrameType | None) -> None:
         """Handle SIGTERM or Ctrl-C."""
-        if self._must_interrupt:  # sent by this process's own thread, see watch()
+        if self._must_interrupt:  # sent by this process's thread, see watch()
             self._must_interrupt = False
             self._interrupt()
         elif not self.signum:
@@ -84,22 +84,22 @@ class StopSignal:
             self._end("ended by a second signal")
 
     def agree(self) -> None:
-        """Stop before the next batch if any rank has received a signal."""
+        """Have all ranks stop before their next batch if any rank has received a signal."""
         asked = int(all_reduce(torch.tensor(self.signum), "max", name="next batch"))
         if asked:
             if not self.signum:  # another rank was asked to stop
                 self.asked_at, self.signum = time.monotonic(), asked
-            self.keep_step()  # what follows is the saving
+            self.keep_step()  # the state is saved next
             set_received_sigterm(self._trainer)
             raise SIGTERMException
 
     def keep_step(self) -> None:
-        """Prevent an interruption of the current step from here on: it changes state that checkpoints contain."""
+        """Prevent an interruption of the current step from now on: the step changes state that checkpoints contain."""
         with self._lock:
             if not self._is_frozen:
                 self.can_interrupt = False
                 return
-        self._is_decided.wait()  # an interruption comes as a signal, here at the latest
+        self._is_decided.wait()  # an interruption arrives as a signal, here at the latest
         self.can_interrupt = False
 
     def watch(self) -> None:
@@ -138,7 +138,7 @@ class StopSignal:
     def _try_interrupt(self) -> None:
         """Interrupt the main thread if all ranks are sampling."""
         with self._lock:
-            if self._must_interrupt:  # the signal before has not been delivered yet
+            if self._must_interrupt:  # the previous signal has not been delivered yet
                 return
             self._is_frozen = can_interrupt = self.can_interrupt
             self._is_decided.clear()
@@ -148,7 +148,7 @@ class StopSignal:
         finally:
             if not must_interrupt:
                 self._unfreeze()
-        if must_interrupt:  # the main thread stays frozen until the signal has reached it
+        if must_interrupt:  # the main thread is suspended until the signal is delivered
             self._must_interrupt = True
             main = threading.main_thread().ident
             assert main is not None
@@ -159,7 +159,7 @@ class StopSignal:
         self._is_decided.set()
 
     def _vote(self, can_interrupt: bool) -> bool:
-        """Return whether all ranks can be interrupted: a rank in its update would wait for the interrupted ones."""
+        """Return whether all ranks can be interrupted; a rank in its update would wait for the interrupted ranks."""
         shared = connection()
         if shared is None:
             return can_interrupt
@@ -172,7 +172,7 @@ class StopSignal:
             return False
 
     def _interrupt(self) -> None:
-        """Raise SIGTERMException in the main thread, which leaves the step and any collective in it."""
+        """Raise SIGTERMException in the main thread, which ends the step and any collective in it."""
         self._unfreeze()
         if not self.can_interrupt:
             return
@@ -182,7 +182,7 @@ class StopSignal:
             watch = active_watch()
             if watch is not None:
                 watch.keeps_groups = True
-            # Threads of the connection that was left may wait for other ranks until those have ended.
+            # Threads of the abandoned connection may wait for other ranks until those have ended.
             Finalize(None, exit_now, args=(self.exit_code,), exitpriority=-99)
         raise SIGTERMException
 
@@ -218,11 +218,11 @@ class EndOnSigterm(Callback):
     """A callback that ends a fit within a grace period after SIGTERM or Ctrl-C, after ``ModelCheckpoint`` has saved.
 
     A prediction, a validation and a test end at SIGTERM before their next batch. The exit code is 143, or 130 after
-    Ctrl-C. At Python's prompt and in notebooks Ctrl-C raises KeyboardInterrupt at once, as usual.
+    Ctrl-C. At Python's prompt and in notebooks Ctrl-C immediately raises KeyboardInterrupt, as usual.
 
     Args:
-        grace_period: seconds between the first signal and the end. A step that still samples after half of this time is
-            interrupted; the second half must suffice for saving the state.
+        grace_period: maximum seconds from the first signal to the end of the process. A step that still samples after
+            half of this time is interrupted; the second half must suffice for saving the state.
     """
 
     def __init__(self, grace_period: float = GRACE_PERIOD) -> None:
@@ -236,7 +236,7 @@ class EndOnSigterm(Callback):
         self._stop = stop_signal(trainer)
         self._stop.grace_period = self.grace_period
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # A new list: Lightning is going through this one. The others save and clean up before this one is through.
+        # A new list, since Lightning is iterating over this one. The other callbacks save and clean up before this one.
         trainer.callbacks = [*(c for c in callbacks if c is not self), self]  # type: ignore[attr-defined]
         if stage == "fit" and execution_mode() is not ExecutionMode.WORKER:
             self._stop.watch()
@@ -252,7 +252,7 @@ class EndOnSigterm(Callback):
 
     def _allow_interrupt(self, *_: object, **__: object) -> None:
         """Allow interruption; called when a step, a rollout or a validation starts."""
-        # A controller's workers would go on with a step that it has left.
+        # A controller's workers would continue with a step that the controller has left.
         if self._stop is not None and not is_controller():
             self._stop.can_interrupt = True
 
@@ -261,16 +261,16 @@ class EndOnSigterm(Callback):
         if self._stop is not None:
             self._stop.keep_step()
 
-    def _go_on(self, *_: object, **__: object) -> None:
-        """End the run here after a signal; called when a step or a validation has ended and is saved."""
+    def _end_if_stopped(self, *_: object, **__: object) -> None:
+        """End the run now if a signal has arrived; called after a step or a validation has ended and is saved."""
         if self._stop is not None and not self._stop.signum:
             self._allow_interrupt()
 
-    # What a checkpoint holds changes between a step's update and its end. This is the last of the callbacks.
+    # The state of a checkpoint changes between a step's update and its end. This is the last callback.
     on_train_batch_start = on_rollout_start = on_validation_start = _allow_interrupt
     on_update_start = on_before_optimizer_step = on_save_checkpoint = _keep_step
     on_validation_epoch_end = on_train_epoch_end = _keep_step
-    on_train_batch_end = on_validation_end = _go_on
+    on_train_batch_end = on_validation_end = _end_if_stopped
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Set the exit code of Lightning's exception; called after all other callbacks have cleaned up."""
@@ -278,7 +278,7 @@ class EndOnSigterm(Callback):
             exception.code = self._stop.exit_code
         is_asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)
         if is_asked and trainer.state.fn == "fit" and trainer.is_global_zero:
-            self._log_command_to_go_on(trainer)
+            self._log_resume_command(trainer)
         self._close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -290,7 +290,7 @@ class EndOnSigterm(Callback):
         if trainer.received_sigterm:
             raise SIGTERMException
 
-    def _log_command_to_go_on(self, trainer: Trainer) -> None:
+    def _log_resume_command(self, trainer: Trainer) -> None:
         assert self._stop is not None
         step, path = last_saved(trainer)
         if not path:

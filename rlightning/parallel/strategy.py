@@ -33,13 +33,13 @@ class ConnectedRanks(ParallelStrategy):
     """Mixin of Lightning strategies; it comes first in the bases, as in ``class DDP(ConnectedRanks, DDPStrategy)``.
 
     - Lightning's barriers are :func:`~rlightning.parallel.barrier.barrier`, with the name of the calling function.
-    - Broadcasts, reductions of metrics and decisions go over the CPU group, and touch the device only to read a tensor.
-    - The first failure of a rank ends all (:class:`~rlightning.parallel.failure_watch.FailureWatch`).
+    - Broadcasts, reductions of metrics and decisions use the CPU group, and use the device only to read a tensor.
+    - The first failure of a rank ends all ranks (:class:`~rlightning.parallel.failure_watch.FailureWatch`).
     - SIGTERM stops all ranks before the same batch.
 
     Args:
-        barrier_timeout: seconds after which a rank that waits at a barrier, or in a collective of the devices, fails
-            with an error that names the missing ranks.
+        barrier_timeout: maximum seconds for which a rank waits for others, at a barrier or in a collective of the
+            devices, before it fails with an error that names them.
         failure_grace: seconds in which ranks can clean up after a failure before they are killed.
     """
 
@@ -65,14 +65,14 @@ class ConnectedRanks(ParallelStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._launcher is None or type(self._launcher) is SubprocessLauncher:
-            strategy: Any = self  # which has the counts that this mixin does not
-            # Also under torchrun and SLURM, where it starts nothing: it is the first to catch an exception.
+            strategy: Any = self  # which has the counts; this mixin does not
+            # Also under torchrun and SLURM, where the launcher starts nothing: it is the first to catch an exception.
             self._launcher = RankLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
 
     def setup_environment(self) -> None:
         """Connect to the other ranks and start the failure watch."""
         if self.root_device.type == "cuda":
-            # NCCL kills a process whose collective has timed out: the failure watch comes first, and lets it clean up.
+            # NCCL kills a process whose collective has timed out. The failure watch acts earlier, to clean up.
             self._timeout = timedelta(seconds=self.barrier_timeout + intervals.DEVICE_TIMEOUT_MARGIN)
         try:
             self.connect_ranks()
@@ -90,7 +90,7 @@ class ConnectedRanks(ParallelStrategy):
         prepare_data_at_barrier(trainer)
 
     def connect_ranks(self) -> None:
-        """Make the process groups, as Lightning's strategy does; override it for others."""
+        """Create the process groups as Lightning's strategy does; override this to create others."""
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
@@ -116,7 +116,7 @@ class ConnectedRanks(ParallelStrategy):
         """Reduce a tensor over all ranks, in place; other values are returned unchanged.
 
         Args:
-            tensor: on any device. The mean of integers is a new float tensor.
+            tensor: a tensor on any device. The mean of integers is a new float tensor.
             group: a process group other than that of all ranks, in which the tensor is reduced on its own device.
             reduce_op: "mean", "avg", one of :data:`~rlightning.parallel.collectives.OPS`, or torch's object.
         """
@@ -136,29 +136,29 @@ class ConnectedRanks(ParallelStrategy):
         if is_mean:
             reduced = reduced / dist.get_world_size(group)
             if not tensor.is_floating_point():
-                # Lightning divides means by counts that it averages this way: cut to integers they would be wrong.
+                # Lightning divides means by counts that it averages here: rounded to integers they would be wrong.
                 return reduced.to(tensor.device)
         with torch.no_grad():
             return tensor.copy_(reduced)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks, or any of them, pass True."""
+        """Return whether ``decision`` is True on all ranks, or with ``all=False`` on any rank."""
         votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
-        """Load the checkpoint of rank 0, which alone has verified the newest ones."""
+        """Load the checkpoint at rank 0's path: only rank 0 has verified which one is the newest undamaged one."""
         return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
 
     def on_exception(self, exception: BaseException) -> None:
         """Report the exception to the other ranks; called when it ends the run."""
-        # Ranks that multiprocessing started have a launcher of Lightning's, which does not report.
+        # Ranks that multiprocessing started have Lightning's launcher, which does not report.
         report_failure(exception)
         super().on_exception(exception)
 
 
 class DDP(ConnectedRanks, DDPStrategy):
-    """Lightning's ``DDPStrategy`` with named barriers that have a timeout; a failure of one rank ends all.
+    """Lightning's ``DDPStrategy`` with barriers that have a name and a timeout; a failure of one rank ends all ranks.
 
     Arguments are those of :class:`ConnectedRanks` and of ``DDPStrategy``, such as ``find_unused_parameters``.
     """
@@ -171,8 +171,8 @@ class DDP(ConnectedRanks, DDPStrategy):
     def teardown(self) -> None:
         """Release DDP's reference to the process group, because a traceback may keep DDP alive until exit.
 
-        If it had the last reference, its destructor would wait for gloo's threads while it holds Python's lock, and one
-        of them may wait for the lock (https://github.com/pytorch/pytorch/issues/56297).
+        If DDP had the last reference, its destructor would wait for gloo's threads while holding Python's GIL, and one
+        of them may wait for the GIL (https://github.com/pytorch/pytorch/issues/56297).
         """
         wrapped = self.model
         super().teardown()
@@ -181,7 +181,7 @@ class DDP(ConnectedRanks, DDPStrategy):
 
 
 def replace_lightning_ddp() -> None:
-    """Use this package's DDP for ``trainer.strategy: ddp``, its variants, and as the default with several devices."""
+    """Use this package's DDP for ``trainer.strategy: ddp`` and its variants, and as the default for several devices."""
     for name, entry in StrategyRegistry.items():
         if entry["strategy"] is DDPStrategy:
             description = f"{entry['description']}; its ranks end together"

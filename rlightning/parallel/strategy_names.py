@@ -1,7 +1,7 @@
 """The names for ``trainer.strategy``: short names and dotted paths of classes, which can have arguments.
 
 Lightning looks strings up in its registry, which has no dotted paths, and jsonargparse passes arguments to classes
-only. Hence a name is replaced by its class before both.
+only. Hence a name is replaced by its class before either sees it.
 """
 
 from pathlib import Path
@@ -40,7 +40,7 @@ SPAWN_RULE = (
 
 
 def spell_out(value: Any, key: str = "") -> Any:
-    """Return a configuration, or its part under ``key``, with the strategy's name replaced by its class.
+    """Return a configuration, or the part of it under ``key``, with the strategy's name replaced by its class.
 
     Raises a ConfigError for a former name of a class.
     """

@@ -20,9 +20,9 @@ class ValidatesFirst(Protocol):
 
 
 def prepare_data_at_barrier(trainer: Trainer) -> None:
-    """Run ``prepare_data`` on one process a host, while the others wait at a barrier with a name and a timeout.
+    """Run ``prepare_data`` on one process of each host; the others wait at a barrier with a name and a timeout.
 
-    It replaces the Trainer's method, whose barrier has a timeout of 27 years.
+    This replaces the Trainer's method, whose barrier has a timeout of 27 years.
     """
 
     def prepare() -> None:

@@ -1,4 +1,4 @@
-"""Runs ``main()`` of a module of this rlightning in an interpreter that does not have it installed.
+"""Runs ``main()`` of a module of this rlightning in an interpreter in which rlightning is not installed.
 
 Of the folder that contains the package, only the package itself can be imported::
 

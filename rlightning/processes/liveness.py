@@ -7,7 +7,7 @@ from rlightning import intervals
 
 
 class Deadline:
-    """A point in time, given in seconds from now, at which a wait ends."""
+    """A point in time at which a wait ends, given in seconds from now."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -24,7 +24,7 @@ class Deadline:
         return time.monotonic() >= self._end
 
     def wait_until(self, is_met: Callable[[], bool], poll_interval: float | None = None) -> bool:
-        """Poll a condition until it is met, or the deadline has passed; returns whether it is met.
+        """Poll a condition until it is met or the deadline has passed; return whether it is met.
 
         Args:
             is_met: called every ``poll_interval`` seconds.
@@ -40,8 +40,8 @@ class Deadline:
 class Heartbeat:
     """Counts the seconds since another process's last heartbeat.
 
-    If this process was suspended, perhaps with the other one, or got no CPU time, it could not observe heartbeats: the
-    time between two ticks counts at most twice the interval.
+    This process may itself be suspended, or get no CPU time, and then receives no heartbeats. Hence the time between
+    two ticks counts as at most two intervals.
 
     Args:
         interval: seconds between two calls of :meth:`tick`.
@@ -68,14 +68,14 @@ class Heartbeat:
 
 
 class RestartPolicy:
-    """A restart budget: a number of restarts until the next :meth:`reset`."""
+    """A restart budget: how many restarts are allowed until the next :meth:`reset`."""
 
     def __init__(self, max_restarts: int) -> None:
         self.max_restarts = max_restarts
         self.num_restarts = 0
 
     def take(self) -> bool:
-        """Use one restart of the budget; return whether one was left."""
+        """Use one restart of the budget; return False if none was left."""
         if self.num_restarts >= self.max_restarts:
             return False
         self.num_restarts += 1

@@ -31,15 +31,15 @@ class ManagedProcess:
 
     Args:
         command: program and arguments, as from :func:`python_command`.
-        name: for errors, such as "reward worker".
-        log_file: to which the process's output is appended; None for this process's standard error.
+        name: name in errors, such as "reward worker".
+        log_file: file to which the process's output is appended; None for this process's standard error.
         output: file descriptor for the output, in place of ``log_file``.
-        environment: all of its environment variables; None for this process's.
-        pass_fds: additional file descriptors that it inherits.
+        environment: all environment variables of the process; None for those of this process.
+        pass_fds: additional file descriptors that the process inherits.
 
     Attributes:
         connection: this process's end of the socket pair, for :meth:`~rlightning.rpc.peer.Peer.open`.
-        pid: of the process and of its group.
+        pid: id of the process and of its group.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class ManagedProcess:
         return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """Wait up to this many seconds for the process to end; return its exit code, or None if it still runs."""
+        """Wait up to ``seconds`` for the process to end; return its exit code, or None if it still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def terminate(self, grace: float = 0.0) -> int | None:
-        """End the process and all others of its group; return its exit code.
+        """End the process and all other processes of its group; return its exit code.
 
         Args:
             grace: seconds between SIGTERM and SIGKILL; with 0 no SIGTERM is sent.
@@ -100,7 +100,7 @@ class ManagedProcess:
             self.wait(grace)
         code = self.exit_code  # read before the group is killed
         end_group(self.pid)
-        # So that no zombie stays: until its last thread is gone, a process that is killed cannot be waited for.
+        # To leave no zombie: a killed process cannot be reaped before its last thread has ended.
         killed = self.wait(intervals.ENGINE_EXIT_GRACE)
         self._close_lifeline()
         return killed if code is None else code
@@ -128,7 +128,8 @@ class ManagedProcess:
 def python_command(module: str, *arguments: str, interpreter: str | None = None) -> list[str]:
     """Return the command that runs a module's ``main()`` in a Python interpreter, perhaps of another environment.
 
-    The command loads this copy of rlightning, without other packages beside it. It needs Python 3.10 and msgpack.
+    The command loads this copy of rlightning, without other packages in the same folder. It needs Python 3.10 and
+    msgpack.
 
     Args:
         interpreter: path of the interpreter; None for this process's.

@@ -1,7 +1,7 @@
 """Ends a process with all processes that it has started, and removes their shared memory.
 
 vLLM's processes communicate by named shared memory, which outlives them. Python's resource tracker, a process of the
-same group, removes it when all users have ended, and therefore is ended last.
+same group, removes this memory after all users have ended, and is therefore ended last.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ def die_with_parent() -> None:
 def end_with_parent(lifeline: int) -> None:
     """Have the kernel kill this process and its group when the parent ends.
 
-    This works even while a call holds the interpreter's lock.
+    This works even while a call holds the GIL.
 
     Args:
-        lifeline: the reading end of a pipe whose other end the parent holds; nothing is ever written to it.
+        lifeline: the reading end of a pipe whose other end only the parent has open; nothing is ever written to it.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
@@ -52,19 +52,19 @@ def end_group(group: int) -> None:
     while members := _others(group):
         killed.update(members)
         _send(signal.SIGKILL, (pid for pid in members if tracker_grace.is_over or not _is_tracker(pid)))
-        _send(signal.SIGCONT, members)  # a tracker that was stopped with its group would never clean up
+        _send(signal.SIGCONT, members)  # a tracker that is suspended with its group would never clean up
         if end.is_over:
-            log.warning("Processes %s do not end, though killed.", members)
+            log.warning("Processes %s do not end, although they were killed.", members)
             return
         time.sleep(intervals.SHORT_POLL_INTERVAL)
     _remove_torch_memory(killed)
 
 
 def end_own_group(scratch: Path) -> None:
-    """Remove the folder ``scratch``, then kill this process's group, itself included."""
+    """Remove the folder ``scratch``, then kill this process's group, including this process."""
     deadline, killed = Deadline(intervals.TRACKER_GRACE), {os.getpid()}
     while not deadline.is_over:
-        # Trackers stay: they see this process go, and clean up behind it.
+        # Trackers stay: they detect the end of this process, and clean up.
         members = [pid for pid in _others(os.getpgid(0)) if not _is_tracker(pid)]
         if not members:
             break

@@ -24,12 +24,12 @@ class Process(NamedTuple):
 
 
 def find_process(pid: int) -> Process | None:
-    """Return the process with this id; None if there is none, or the system has no process table."""
+    """Return the process with this id; None if it does not exist, or the system has no process table."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    name, _, rest = text.partition("(")[2].rpartition(")")  # a name may hold anything
+    name, _, rest = text.partition("(")[2].rpartition(")")  # a name may contain any character
     state, parent, group, *others = rest.split()
     return Process(pid, name, state, int(parent), int(group), int(others[16]))
 

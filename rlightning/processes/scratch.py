@@ -1,6 +1,6 @@
 """Temporary folders; those of killed processes are removed by the next process on the host.
 
-A folder belongs to the process that holds its lock, which the kernel releases when that process ends.
+A folder belongs to the process that has locked it; the kernel releases the lock when that process ends.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class ScratchFolder:
             except OSError as error:
                 if error.errno not in WITHOUT_LOCKS:
                     raise
-                return  # no other process can lock it either, which removing it would take
+                return  # no other process can lock it either, and so none removes it
             if self.path.exists():
                 return
             os.close(self._descriptor)  # another process has just removed it

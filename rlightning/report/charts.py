@@ -16,7 +16,7 @@ MAX_BARS = 80
 
 
 class Axes:
-    """The mapping from values to pixels of the drawing area, which is ``width`` times ``HEIGHT``."""
+    """The mapping from values to pixels in the drawing area of ``width`` times ``HEIGHT`` pixels."""
 
     def __init__(self, steps: tuple[float, float], values: tuple[float, float], width: int) -> None:
         self.width = width
@@ -100,7 +100,7 @@ def stacked_chart(title: str, y_label: str, series: Mapping[str, Points]) -> str
 
 def _bar(steps: Sequence[int], stack: Mapping[str, float], axes: Axes) -> str:
     left, right = axes.x(steps[0] - 0.5), axes.x(steps[-1] + 0.5)
-    # A run of a few steps has bars, not walls.
+    # Bars of a run of a few steps are not wider than this.
     gap = max((right - left) * 0.12, (right - left - 40) / 2)
     shape, bottom = "", 0.0
     for i, value in enumerate(stack.values(), 1):
@@ -131,7 +131,7 @@ def _polyline(points: Points, axes: Axes, classes: str) -> str:
 
 
 def _line_hovers(series: Mapping[str, Points], axes: Axes) -> str:
-    """Return invisible columns, one a step, that show the values at the pointer."""
+    """Return invisible columns, one for each step, that show the values under the pointer."""
     by_label = [(label, dict(points)) for label, points in series.items()]
     steps = sorted({step for _, points in by_label for step in points})
     steps = steps[:: math.ceil(len(steps) / MAX_HOVERS)]
@@ -175,7 +175,7 @@ def nice_ticks(low: float, high: float, *, num: int) -> list[float]:
 
 
 def running_mean(points: Points, window: int) -> Points:
-    """Return each value averaged with those up to half a window before and after."""
+    """Return each value averaged with the values up to half a window before and after it."""
     half = window // 2
     values = [value for _, value in points]
     return [(step, fmean(values[max(i - half, 0) : i + half + 1])) for i, (step, _) in enumerate(points)]

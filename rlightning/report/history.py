@@ -13,7 +13,7 @@ class History:
     """Every metric's values by rollout step.
 
     A series that reaches ``max_points`` is reduced to every other point, and then records only every other step, so
-    that a run of any length has at most ``max_points`` points, evenly spaced.
+    that a run of any length has at most ``max_points`` evenly spaced points.
 
     Attributes:
         series: points (step, value) by metric name, in the order of steps; no value is NaN or infinite.
@@ -25,7 +25,7 @@ class History:
         self._strides: dict[str, int] = {}
 
     def add(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Add a step's metrics; a repeated step replaces its former values."""
+        """Add a step's metrics; those of a repeated step replace its earlier ones."""
         for name, raw in metrics.items():
             value = float(raw)
             points = self.series.setdefault(name, [])

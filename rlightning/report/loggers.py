@@ -1,4 +1,4 @@
-"""Lightning's loggers, changed so that a full disk does not end the run, and that no logger starts before the checks.
+"""Lightning's loggers, changed so that a full disk does not end the run, and no logger starts before the checks.
 
 :func:`adapt_loggers` changes the class of logger objects to classes of this module. Data that cannot be written is
 skipped with a warning; the metrics of ``CSVLogger`` stay in memory until they can be written.
@@ -28,13 +28,13 @@ ROOM_BYTES = 1 << 18
 
 
 def adapt_loggers(loggers: Iterable[Logger]) -> None:
-    """Replace each logger's class by a subclass that logs disk errors, not raises them; a user's overrides stay."""
+    """Replace each logger's class by a subclass that logs disk errors instead of raising them; overrides stay."""
     for logger in loggers:
         if isinstance(logger, _Tolerant):
             continue
         kind = type(logger)
         own = next((own for base, own in _OWN.items() if isinstance(logger, base)), _Tolerant)
-        # As a local class: jsonargparse, which looks up bare names such as CSVLogger, would find two otherwise.
+        # A local class: otherwise jsonargparse, which looks up bare names such as CSVLogger, would find two.
         names = {"__qualname__": f"adapt_loggers.<locals>.{kind.__name__}", "__doc__": kind.__doc__}
         adapted: Any = type(kind.__name__, (own, kind), names)
         logger.__class__ = adapted
@@ -101,7 +101,7 @@ class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
 
     @property
     def experiment(self) -> Any:
-        """The SummaryWriter; an object that ignores all calls while the folder cannot be written to."""
+        """The SummaryWriter, or an object that ignores all calls while the folder is not writable."""
         if self._has_room or rank_zero_only.rank != 0 or "://" in self.log_dir:  # type: ignore[attr-defined]
             return super().experiment
         with self.effort.attempt():
@@ -119,7 +119,7 @@ class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
     def _make_room(self) -> None:
         """Create the folder if it is missing; raise an OSError if it has no space for a file."""
         if not os.path.isdir(self.log_dir):
-            self._drop_files()  # a file without a name takes everything
+            self._drop_files()  # a file without a path discards what is written
             os.makedirs(self.log_dir)
         with tempfile.TemporaryFile(dir=self.log_dir) as file:
             file.write(bytes(ROOM_BYTES))
@@ -143,7 +143,7 @@ _OWN: dict[type[Logger], type[_Tolerant]] = {CSVLogger: _TolerantCSV, TensorBoar
 class MetricsFile(ExperimentWriter):
     """The writer of a ``CSVLogger``'s ``metrics.csv``, which loses no metrics on a full disk.
 
-    A failed write does not change the file, and its metrics are written by the next one.
+    A failed write leaves the file unchanged, and the next write includes its metrics.
     """
 
     def save(self) -> None:
@@ -185,7 +185,7 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def _append(path: Path, text: str) -> None:
-    """Append a whole text to a file; on failure, the file is restored."""
+    """Append a text to a file; if that fails, restore the file."""
     size = path.stat().st_size
     try:
         with path.open("a", encoding="utf-8", newline="") as file:
@@ -219,12 +219,12 @@ class LateLoggers(Callback):
 
 
 def delay_loggers(trainer: Trainer) -> None:
-    """Hide the Trainer's loggers until the first callback's ``setup``, so that none starts its run before."""
+    """Hide the Trainer's loggers until the first callback's ``setup``, so that no logger starts its run before that."""
     others = [callback for callback in callbacks_of(trainer) if not isinstance(callback, LateLoggers)]
     trainer.callbacks = [LateLoggers(trainer.loggers), *others]  # type: ignore[attr-defined]
     trainer.loggers = []
 
 
 def is_service(logger: object) -> bool:
-    """Return whether a logger writes to another place than the run's folder."""
+    """Return whether a logger writes elsewhere than to the run's folder, such as to a web service."""
     return not isinstance(logger, (CSVLogger, TensorBoardLogger))

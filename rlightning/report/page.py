@@ -41,11 +41,11 @@ class Run:
     Attributes:
         name: the heading.
         status: text on how the run ended.
-        is_failed: whether it was interrupted or failed.
+        is_failed: whether the run was interrupted or failed.
         step: number of finished rollout steps.
-        seconds: duration, including the runs that it resumed.
+        seconds: duration, including the earlier runs that this run has resumed.
         history: all metrics.
-        completions: a list for each of some steps.
+        completions: for some steps a list of completions each.
         settings: hyperparameters by name.
         machine: versions and hardware by name.
         config: the resolved YAML, if there is one.
@@ -86,7 +86,7 @@ def charts(history: History) -> list[str]:
     drawn = []
     for title, label, names, from_zero in _CHARTS:
         series = {text: history.series[name] for name, text in names.items() if history.series.get(name)}
-        # Three flat lines at zero say nothing: a share is drawn when it was ever anything else.
+        # Lines that are always zero are left out: a share is drawn only if it was ever nonzero.
         if label == "share":
             series = {text: points for text, points in series.items() if any(value for _, value in points)}
         if series:
@@ -133,7 +133,7 @@ def _tiles(history: History) -> list[str]:
     tiles = []
     for label, name in _tile_metrics(history):
         points = [value for _, value in history.series[name]]
-        # Single steps are noise: ends are shown as the mean of a twentieth of the run.
+        # Single steps are noisy: first and last values are means over a twentieth of the run.
         num = max(len(points) // 20, 1)
         before, after = number(fmean(points[:num])), number(fmean(points[-num:]))
         tiles.append(f'<div class="tile"><b>{after}</b><span>{escape(label)}, from&nbsp;{before}</span></div>')
@@ -180,7 +180,7 @@ def _samples_section(run: Run) -> str:
 
 def _sample(row: Completion) -> str:
     cut = " · cut at the token limit" if row.finish_reason == "length" else ""
-    # A newline behind <pre> is no part of its text.
+    # A newline after <pre> is not part of its text.
     return (
         f'<div class="sample"><p><b>reward {number(row.reward)}</b> {row.length:,} tokens{cut}</p>'
         f'<pre class="prompt">\n{_written(row.prompt)}</pre>'

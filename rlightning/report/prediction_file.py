@@ -35,7 +35,7 @@ class PredictionFile:
 
     Args:
         path: the final name.
-        settings: that affect completions, by configuration key, as JSON values.
+        settings: settings that affect completions, by configuration key, as JSON values.
 
     Attributes:
         num_prompts: number of prompts in the file.
@@ -81,7 +81,7 @@ class PredictionFile:
             try:
                 if not line.endswith(b"\n"):
                     if line[: len(_BEGINNING)] == _BEGINNING[: len(line)]:
-                        break  # the kill came in the middle of it
+                        break  # the process was killed while it wrote this line
                     raise ValueError
                 row = json.loads(line)
                 self.num_completions += len(row["completions"]) if row["index"] not in found else 0
@@ -161,7 +161,7 @@ class PredictionFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; a partial one stays, an empty one is removed. May be called twice."""
+        """Close the file; an unfinished file stays, an empty one is removed. May be called twice."""
         if self._lock is not None:
             with suppress(OSError):  # the disk may be full again
                 if not self.is_begun and not self._lock.tell():
@@ -215,7 +215,7 @@ def prediction(prompt: Prompt, trajectories: list[Trajectory]) -> dict[str, obje
 def to_json(value: object) -> str:
     """Return JSON on one line that every JSON reader accepts.
 
-    Numbers that JSON does not have (NaN, infinities) become null, and values without a JSON type become text. Lone
+    Numbers that JSON does not have (NaN, infinities) become null, and values without a JSON type become text. Unpaired
     surrogates are escaped.
     """
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)

@@ -29,7 +29,7 @@ def write_predictions(path: Path, texts: Iterable[str]) -> None:
 
     Args:
         path: the file.
-        texts: from :func:`encode_trajectories`, one for each prompt; read lazily.
+        texts: results of :func:`encode_trajectories`, one for each prompt; read lazily.
     """
     import pyarrow
     import pyarrow.parquet

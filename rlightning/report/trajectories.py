@@ -30,8 +30,8 @@ class Record(NamedTuple):
     Attributes:
         step: the rollout step, counted from 1; 0 in a prediction.
         group: equal for the trajectories of one prompt, within the step and the file.
-        reward: the total reward that it was trained with; None if it counts as not sampled.
-        advantage: of its first sampled token; None if advantages were not computed.
+        reward: the total reward with which the trajectory was trained; None if it counts as not sampled.
+        advantage: advantage of the first sampled token; None if advantages were not computed.
         trajectory: the whole trajectory.
     """
 
@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """The columns of a recorded trajectory that the console, loggers and the report show."""
+    """The main columns of a recorded trajectory, which the console, loggers and the report show."""
 
     step: int
     prompt: str
@@ -57,10 +57,10 @@ def trajectory_table(batch: RolloutBatch, step: int) -> "pyarrow.Table":
     """Return a table with one row for each trajectory, in the batch's order.
 
     Args:
-        batch: with rewards and advantages, if computed, and with all branches of its trajectories.
+        batch: a batch with all branches of its trajectories, and with rewards and advantages if computed.
         step: the rollout step, counted from 1.
     """
-    import pyarrow  # half a second that only a written table should cost
+    import pyarrow  # importing it takes half a second, which only writing a table should cost
 
     num = batch.num_trajectories
     of_batch: dict[str, Sequence[float | None]] = {
@@ -168,7 +168,7 @@ def schema(functions: Sequence[str]) -> "pyarrow.Schema":
 
 
 def merge_tables(earlier: "pyarrow.Table", table: "pyarrow.Table") -> "pyarrow.Table":
-    """Concatenate the tables of two micro-batches of a step; the groups of the second are renumbered."""
+    """Concatenate the tables of two micro-batches of a step; groups in the second get new numbers."""
     import pyarrow
     import pyarrow.compute
 
@@ -268,7 +268,7 @@ def _trajectory(row: TableRow) -> Trajectory:
 
 
 def _sample(branches: Sequence[Branch], turn: int, saved: TableRow) -> Sample:
-    """Return the sample of a turn, whose tokens are trained in the branches."""
+    """Return the sample of a turn, built from its tokens in the branches."""
     places = [
         (branch, place)
         for branch in branches

@@ -10,7 +10,7 @@ INDENT = "  "
 
 
 class ScoredTrajectory(NamedTuple):
-    """A trajectory with the rewards that it would be trained with.
+    """A trajectory with the rewards that it would get in training.
 
     Attributes:
         trajectory: the whole trajectory.
@@ -77,9 +77,9 @@ def to_data(scored: ScoredTrajectory) -> dict[str, object]:
 
 
 def first_turns(trajectory: Trajectory) -> dict[int, list[Branch]]:
-    """Return all branches but the first, grouped by the first turn that was sampled in each.
+    """Return all branches but the first, grouped by the index of the first turn that was sampled in each.
 
-    The branch may contain earlier turns as history.
+    Earlier turns in a branch are history.
     """
     began: dict[int, list[Branch]] = {}
     for branch in trajectory.branches[1:]:

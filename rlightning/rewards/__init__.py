@@ -1,4 +1,4 @@
-"""Reward functions, and the runner that calls them: if a call hangs or crashes, only its sample has no reward.
+"""Reward functions, and the runner that calls them: if a call hangs or crashes, only its sample gets no reward.
 
 Worker processes import this package too, so that torch is imported only in :meth:`RewardRunner.score`.
 """

@@ -16,10 +16,10 @@ class AnswerCache:
     """Texts by key, in an SQLite file. If the file fails, answers are requested again, which is logged once.
 
     Args:
-        path: of the file, which is created if it does not exist.
+        path: the file, which is created if it does not exist.
 
     Raises:
-        ConfigError: the file cannot be created, or is no such cache.
+        ConfigError: the file cannot be created, or is not a cache of answers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,7 +27,7 @@ class AnswerCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(path, timeout=LOCK_TIMEOUT, isolation_level=None, check_same_thread=False)
-            self._database.execute("PRAGMA synchronous=OFF")  # an answer that a power cut loses is asked for again
+            self._database.execute("PRAGMA synchronous=OFF")  # answers lost in a power failure are requested again
             self._database.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
@@ -57,4 +57,4 @@ class AnswerCache:
     def _warn(self, error: Exception) -> None:
         if not self._is_warned:
             self._is_warned = True
-            log.warning("The judge's cache %s fails, and answers are asked for again: %s", self.path, error)
+            log.warning("The judge's cache %s fails, so that answers are requested again: %s", self.path, error)

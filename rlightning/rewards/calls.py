@@ -20,7 +20,7 @@ class RewardResult(NamedTuple):
 
     @classmethod
     def failed(cls, error: str) -> "RewardResult":
-        """Return the result of a failed call; the text is cut to a length that can be logged."""
+        """Return the result of a failed call; the error text is cut to a length that can be logged."""
         return cls(None, cut(error))
 
 
@@ -32,8 +32,8 @@ def to_number(value: object) -> float | None:
     """Return a reward as a float; None stays None.
 
     Raises:
-        TypeError: it is not a number.
-        ValueError: it is not finite.
+        TypeError: the value is not a number.
+        ValueError: the value is not finite.
     """
     if value is None:
         return None
@@ -59,7 +59,7 @@ def failure(error: BaseException) -> RewardResult:
 
 
 def run_call(function: RewardCallable, arguments: Mapping[str, object]) -> RewardResult:
-    """Call a function; any exception, SystemExit included, becomes a result."""
+    """Call a function; an exception, including SystemExit, becomes a failed result."""
     try:
         return RewardResult(to_number(function(**arguments)))
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""The configuration of a reward function, and the function, imported, checked and pickled for worker processes."""
+"""The configuration of a reward function, and its imported form: checked, and pickled for worker processes."""
 
 import inspect
 import io
@@ -36,8 +36,8 @@ class RewardFunction:
 
     Attributes:
         function: a dotted path such as ``my_rewards.is_polite``, or the function itself.
-        weight: its factor in the sum.
-        name: in the metric ``reward/<name>``; None: the function's own.
+        weight: factor of the reward in the total.
+        name: name in the metric ``reward/<name>``; None for the function's name.
         arguments: keyword arguments of every call.
         columns: maps the function's parameters to columns; None for columns of the parameters' names.
         timeout: maximum seconds of a call; None for the function's ``call_timeout``, or else 10.
@@ -60,15 +60,16 @@ class BoundReward:
     """An imported and checked :class:`RewardFunction`.
 
     Attributes:
-        is_async: whether it is, or calls, an ``async def``.
+        is_async: whether the function is, or calls, an ``async def``.
         pickled: the pickled function; None if it cannot be pickled.
         modules: names of the modules of the function, and of the classes of its object and arguments.
         columns: column by parameter, for all parameters that neither the runner nor ``arguments`` provide.
         required: the parameters in ``columns`` without a default.
         takes_all: whether the function has ``**columns``.
-        given: its parameters in ``GIVEN``, and :data:`TURNS`.
+        given: those of the function's parameters that the runner provides: names in ``GIVEN``, and :data:`TURNS`.
         answer_check: how an answer checker is called with its reference; None for other functions.
-        state: description of state that its calls change, and of which each worker process has a copy.
+        state: description of state that calls change, and of which each worker process has its own copy; None without
+            any.
     """
 
     name: str
@@ -97,7 +98,7 @@ class BoundReward:
                 )
 
     def select(self, given: Mapping[str, object], row: Mapping[str, object]) -> dict[str, object]:
-        """Return the keyword arguments of one call.
+        """Return the keyword arguments of a call for one sample.
 
         Args:
             given: values by the names in ``GIVEN``.
@@ -212,7 +213,7 @@ def _parameters(function: RewardCallable, name: str) -> list[inspect.Parameter]:
 
 
 class _Named:
-    """An object that is pickled as its dotted path, which also works for one with a lock or a client."""
+    """An object that is pickled as its dotted path, even if it has a lock or a client."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -234,7 +235,7 @@ def _pickle(value: object) -> tuple[bytes | None, set[str]]:
         pickler.dump(value)
     except Exception:  # an object's own __reduce__ may raise anything
         return None, pickler.modules
-    # A worker has another __main__, and running the user's script again to get at it could do anything.
+    # A worker has another __main__; running the user's script again to import from it could have any side effect.
     return None if "__main__" in pickler.modules else file.getvalue(), pickler.modules
 
 

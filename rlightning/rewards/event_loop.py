@@ -1,8 +1,8 @@
 """Runs reward functions on an event loop: async ones directly, each sync one in a thread.
 
 The loop runs in a worker process (:mod:`~rlightning.rewards.worker`), or, for functions that cannot be pickled, in a
-thread of the trainer's process, from the first call until the process ends. It stays the same because a client, a lock
-or a semaphore of a module is bound to the event loop that first used it.
+thread of the trainer's process, from the first call until the process ends. There is one loop for all calls because a
+client, a lock or a semaphore of a module is bound to the event loop that first used it.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ class CallRunner:
     """Runs calls on an event loop, each with the timeout of its function.
 
     Args:
-        loop: that runs the calls.
-        show: called with a call's key and True before a step of one of its tasks; with 0 and False after the step, and
-            every ``intervals.WORKER_POLL_INTERVAL`` seconds while the loop is free.
+        loop: event loop that runs the calls.
+        show: called with a call's key and True before a step of one of the call's tasks; with 0 and False after the
+            step, and every ``intervals.WORKER_POLL_INTERVAL`` seconds while the loop is free.
 
     Attributes:
         timeouts: timeout in seconds of each running call, by its key.
@@ -53,7 +53,7 @@ class CallRunner:
         """Run a call and return its outcome; a call that exceeds its timeout is cancelled."""
         CALL.set(key)
         self.timeouts[key] = timeout
-        # A wrapper of an async def may return its coroutine, or run it: on a loop of its own, which another forbids.
+        # A wrapper of an async def may return its coroutine, or run it on its own loop, which a running loop forbids.
         call = await_result if _is_coroutine_function(function) else self._call_in_thread
         task = asyncio.ensure_future(call(partial(function, **arguments)))
         try:
@@ -71,7 +71,7 @@ class CallRunner:
     async def finish(self) -> None:
         """Cancel the tasks that calls left running, and wait until they and async generators have cleaned up."""
         for task in call_tasks(self._loop):
-            if not task.cancelling():  # a second time would end its cleaning up
+            if not task.cancelling():  # a second cancellation would interrupt its clean-up
                 task.cancel()
         await self.wait_cancelled()
         await self._loop.shutdown_asyncgens()
@@ -96,7 +96,7 @@ class CallRunner:
             left = start + timeout + self.lost_seconds - lost - self._loop.time()
             if left <= 0:
                 return
-            # Not wait_for: that waits on for a function which ignores its cancellation.
+            # Not wait_for, which continues to wait for a function that ignores its cancellation.
             await asyncio.wait({task}, timeout=left)
 
     async def _call_in_thread(self, call: Callable[[], object]) -> RewardResult:
@@ -117,7 +117,7 @@ class CallRunner:
 
 
 async def await_result(call: Callable[[], object]) -> RewardResult:
-    """Await the result of a call; any exception, SystemExit included, becomes a failed outcome."""
+    """Await the result of a call; an exception, including SystemExit, becomes a failed result."""
     try:
         result = call()
         return RewardResult(to_number(await result if inspect.isawaitable(result) else result))
@@ -128,7 +128,7 @@ async def await_result(call: Callable[[], object]) -> RewardResult:
 
 
 def _is_coroutine_function(function: object) -> bool:
-    """Return whether calling the function creates a coroutine without running anything."""
+    """Return whether calling a function only creates a coroutine, without running any code."""
     inner = unwrap(function)
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
@@ -148,7 +148,7 @@ class RewardThread(LoopThread):
     Attributes:
         runner: runs the calls.
         current: key of the call whose task is running now, or 0.
-        is_blocked: whether the loop gets no further calls; the loop resets it when it is free again.
+        is_blocked: whether the loop counts as blocked and gets no further calls; reset when the loop is free again.
     """
 
     _keys = itertools.count(1)
@@ -170,13 +170,13 @@ class RewardThread(LoopThread):
     async def execute(
         self, function: RewardCallable, arguments: Mapping[str, object], timeout: float
     ) -> RewardResult | None:
-        """Run a call, from another loop, and fail it if it blocks this loop for longer than its timeout.
+        """Run a call, from another loop; the call fails if it blocks this loop for longer than its timeout.
 
-        Other calls wait for the blocked loop for up to the same time again. If a callback rather than a task blocks the
-        loop, all running calls count as the cause.
+        Other calls wait for the blocked loop for up to the same time again. If a callback, not a task, blocks the loop,
+        all running calls count as the cause.
 
         Returns:
-            The outcome; None if the loop is still blocked by another call, and this one has to run on another loop.
+            The result; None if another call still blocks the loop, so that this call has to run on another loop.
         """
         key = next(self._keys)
         call = self.submit(self.runner.run(key, function, arguments, timeout))
@@ -214,7 +214,7 @@ os.register_at_fork(after_in_child=_threads.clear)
 
 
 def free_thread() -> RewardThread:
-    """Return the process's reward thread, or a new one while its loop is blocked."""
+    """Return the process's thread for reward calls; while its loop is blocked, a new one."""
     for thread in _threads:
         if not thread.is_blocked:
             return thread

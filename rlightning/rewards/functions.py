@@ -4,12 +4,12 @@ import re
 
 
 def exact_match(completion: str, answer: object, *, ignore_case: bool = False) -> float:
-    """Return 1 if the completion equals the answer, apart from white space around both; else 0.
+    """Return 1 if the completion equals the answer, ignoring white space around both; else 0.
 
     Args:
         completion: the model's text.
         answer: the column ``answer``; compared as text.
-        ignore_case: compare without regard to case.
+        ignore_case: whether to ignore case.
     """
     given, wanted = completion.strip(), str(answer).strip()
     if ignore_case:
@@ -23,9 +23,9 @@ def regex_format(completion: str, *, pattern: str) -> float:
 
 
 def length_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
-    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13).
+    """Return DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13).
 
-    0 up to ``max_tokens - buffer_tokens`` tokens, then falling linearly to -1 at ``max_tokens``, and -1 beyond.
+    It is 0 up to ``max_tokens - buffer_tokens`` tokens, then falls linearly to -1 at ``max_tokens``, and is -1 beyond.
 
     Args:
         num_tokens: length of the completion.

@@ -35,11 +35,11 @@ FIRST_DELAY, LONGEST_DELAY = 1.0, 30.0
 
 
 class JudgeError(Exception):
-    """A sample could not be judged; its reward is NaN, never 0."""
+    """The judge could not score a sample, whose reward is then NaN, never 0."""
 
 
 class _Connection(NamedTuple):
-    """What calls on one event loop share: the HTTP client, the limit on requests, running requests, the cache."""
+    """The objects shared by calls on one event loop: HTTP client, limit on requests, running requests, cache."""
 
     client: "httpx.AsyncClient"
     places: asyncio.Semaphore
@@ -57,7 +57,7 @@ class Judge(CheckedArguments):
         rubric: the message to the judge. Names in braces stand for the runner's arguments (``{prompt}``,
             ``{completion}``, ``{turns}``, ...) and for columns, such as ``{answer}``; ``{{`` is a brace.
         model: the judge's name at the API.
-        base_url: of the API, such as ``http://127.0.0.1:8000/v1``.
+        base_url: URL of the API, such as ``http://127.0.0.1:8000/v1``.
         api_key_variable: environment variable with the API key; None if the API needs none.
         system: a system message.
         pattern: regular expression whose first group, or else whole match, is the score; the last match counts.
@@ -136,7 +136,7 @@ class Judge(CheckedArguments):
 
     @property
     def call_timeout(self) -> float:
-        """Maximum seconds of a call, including the time in which it waits for other calls."""
+        """Maximum seconds of a call, including the time for which it waits for other calls."""
         attempts = (self.max_retries + 1) * self.request_timeout + self.max_retries * LONGEST_DELAY
         return math.ceil(MAX_CONCURRENT / self.max_concurrent) * attempts + 10.0
 
@@ -144,7 +144,7 @@ class Judge(CheckedArguments):
         """Score one sample.
 
         Raises:
-            JudgeError: it could not be judged.
+            JudgeError: the judge could not score the sample.
         """
         body = self._make_request(given)
         answers = self._connect().answers
@@ -212,7 +212,7 @@ class Judge(CheckedArguments):
             future.exception()  # marks it as retrieved, as no caller may be waiting for it
             raise
         finally:
-            future.cancel()  # no effect if it is done; otherwise a waiting call asks anew
+            future.cancel()  # no effect if it is done; otherwise a waiting call requests again
             del asked[key]
         return answer
 
@@ -259,7 +259,7 @@ class Judge(CheckedArguments):
             key, answers = self._read_key(), None if self.cache is None else AnswerCache(self.cache)
             client = httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=None,  # each request has one for all of it
+                timeout=None,  # each request has one timeout for all of it
                 limits=httpx.Limits(max_connections=self.max_concurrent),
             )
             self._connections[loop] = _Connection(client, asyncio.Semaphore(self.max_concurrent), {}, answers)
@@ -288,7 +288,7 @@ def read_fields(rubric: str) -> Iterator[str]:
     """Yield the field names in braces of a rubric.
 
     Raises:
-        ConfigError: it is no valid template, or has no placeholder for the sample.
+        ConfigError: the rubric is not a valid template, or has no placeholder for the sample.
     """
     way_out = "Write a name, such as {completion}, and {{ and }} for braces."
     try:
@@ -308,7 +308,7 @@ def read_answer(text: str) -> str:
     """Return the text in an API response.
 
     Raises:
-        JudgeError: it contains no text, or an incomplete one.
+        JudgeError: the response contains no text, or only a part of it.
     """
     try:
         choice = json.loads(text)["choices"][0]
@@ -324,7 +324,7 @@ def read_answer_text(answer: str, reason: str | None) -> str:
     """Return the text of the judge's answer, which must be complete.
 
     Raises:
-        JudgeError: it is incomplete.
+        JudgeError: the text is incomplete.
     """
     if reason == "length":
         raise JudgeError(f"the judge's answer was cut at the limit on its tokens: {cut_value(answer)}")

@@ -13,7 +13,7 @@ from rlightning.rewards.calls import RewardCallable
 
 
 def import_function(path: str) -> object:
-    """Import the object of a reward's dotted path; raises a ConfigError if there is none."""
+    """Import the object of a reward's dotted path; raises a ConfigError if it does not exist."""
     return import_object(path, f"The reward '{path}'", "rlightning.rewards")
 
 
@@ -21,7 +21,7 @@ def check_kind(function: object, name: str) -> RewardCallable:
     """Return an object that can be a reward function.
 
     Raises:
-        ConfigError: it is not callable, a class, a method without its object, or a generator.
+        ConfigError: the object is not callable, or is a class, a method without its object, or a generator.
     """
     inner = unwrap(function)
     if not callable(function):
@@ -62,7 +62,7 @@ def unwrap(function: object) -> object:
 
 
 def is_async(function: object) -> bool:
-    """Return whether calling a function in the end runs an ``async def``."""
+    """Return whether calling a function eventually runs an ``async def``."""
     return any(map(inspect.iscoroutinefunction, layers(function)))
 
 

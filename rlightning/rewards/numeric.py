@@ -21,7 +21,8 @@ def numeric_answer(completion: str, answer: object) -> float:
     (decimals, fractions, mixed, scientific, percent, with currency or unit), formulas, choices, lists, points,
     intervals, sets, equations, inequalities, congruences, matrices, ratios, numbers with a base, and words.
 
-    - Exact values are compared exactly; a decimal may be off by a relative 1e-6 and less than its last digit.
+    - Exact values are compared exactly; a decimal may differ by a relative 1e-6, and by less than one unit of its last
+      digit.
     - Lists without brackets and sets in braces are equal in any order; points, tuples and intervals are ordered.
     - Equations are equal up to a factor. ``x = 5`` is the answer 5.
     - ``50%`` equals both 0.5 and 50. Units are compared if both are known; they are not converted.
@@ -38,7 +39,7 @@ def numeric_answer(completion: str, answer: object) -> float:
     reference = _read_reference(answer)
     if isinstance(reference, Text) and completion.strip() == str(answer).strip():
         return 1.0
-    # What nests too deeply for the parsers is wrong too.
+    # A text that is nested too deeply for the parsers is wrong too.
     with _time_limit(), contextlib.suppress(RecursionError):
         given = find_answer(completion)
         return float(given is not None and answers_equal(reference, given))
@@ -47,7 +48,7 @@ def numeric_answer(completion: str, answer: object) -> float:
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Interrupt the context after :data:`TIME_LIMIT`, by a signal, which only a main thread can receive.
+    """Context manager that raises an error after :data:`TIME_LIMIT`, by a signal, which only a main thread gets.
 
     In other threads only the runner's timeout applies.
     """
@@ -59,7 +60,7 @@ def _time_limit() -> Iterator[None]:
         raise _TimeLimitError
 
     previous = signal.signal(signal.SIGALRM, stop)
-    # Again and again: an exception that is raised in a callback of the garbage collector's goes nowhere.
+    # Repeatedly: an exception that is raised in a callback of the garbage collector is lost.
     signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT, TIME_LIMIT)
     try:
         with contextlib.suppress(_TimeLimitError):

@@ -29,7 +29,7 @@ class RewardPool:
     """Runs reward calls in the background, each with the timeout of its function.
 
     Sync functions run in several processes, each with one call at a time. Async functions run in one process, up to 64
-    calls at once on one event loop, so that they share their module's state, such as an HTTP client.
+    concurrent calls on one event loop, so that they share their module's state, such as an HTTP client.
 
     Args:
         num_workers: number of processes for sync functions, and maximum number of threads of this process.
@@ -105,7 +105,7 @@ class RewardPool:
             raise RewardError(f"{line}, while it imported the reward functions. {cut(log)}".rstrip()) from error
 
     async def _call_thread(self, function: BoundReward, arguments: Mapping[str, object]) -> RewardResult:
-        """Run a call in this process: an async one on a thread's event loop, a sync one in a thread of its own."""
+        """Run a call in this process: an async function on a thread's event loop, a sync function in its own thread."""
         async with self._places[function.is_async]:
             outcome = None
             while outcome is None:

@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=RewardCallable)
 
 
 class AnswerCheck(NamedTuple):
-    """How an answer checker is called with a reference in place of the completion.
+    """How a reward function is called to score a reference answer as a completion.
 
     Attributes:
         parameter: the function's parameter for the reference.
@@ -56,7 +56,7 @@ def answer_checker(
     Args:
         function: the reward function, if the decorator is used without parentheses.
         parameter: the function's parameter for the reference.
-        completion: format string that turns it into a completion, such as ``"<answer>{}</answer>"``.
+        completion: format string that turns the reference into a completion, such as ``"<answer>{}</answer>"``.
     """
 
     def mark(function: Function) -> Function:
@@ -67,7 +67,7 @@ def answer_checker(
 
 
 def find_answer_check(function: object) -> AnswerCheck | None:
-    """Return the data that :func:`answer_checker` set on a function, or on the one inside a ``functools.partial``."""
+    """Return the data that :func:`answer_checker` has set on a function, or on one inside a ``functools.partial``."""
     marks = (one.answer_check for one in layers(function) if hasattr(one, "answer_check"))
     return next((mark for mark in marks if isinstance(mark, AnswerCheck)), None)
 
@@ -86,11 +86,11 @@ def report_unrewarded(
     where: Callable[[int], str],
     max_share: float,
 ) -> None:
-    """Log the references that their own answer checker gives no reward.
+    """Log the references that get no reward from their own answer checker.
 
     Args:
-        outcomes: by the prompt's number; prompts to which the function does not apply are not counted.
-        where: returns the file and line of a row.
+        outcomes: results by the prompt's index; prompts to which the function does not apply are not counted.
+        where: returns the file and line of a row, for the error.
         max_share: maximum share of unrewarded references.
 
     Raises:

@@ -37,15 +37,15 @@ def describe_repeat(
     deadline: float,
     everywhere: Sequence[float] | None = None,
 ) -> str | None:
-    """Return a line of warning if a reward function gives other results when called again, the same to all, or is slow.
+    """Return a warning if a reward function is not deterministic, rewards all completions equally, or is slow.
 
     Args:
-        name: the function's.
+        name: name of the reward function.
         repeat: results for the completions that were scored twice.
-        all_values: its results for all completions of the step on this rank; NaN where it has none.
+        all_values: the function's results for all completions of the step on this rank; NaN where it has none.
         num_parallel: number of concurrent calls.
         deadline: seconds for which other ranks wait for a step's rewards.
-        everywhere: the results of all ranks; None or empty for a single rank.
+        everywhere: the function's results on all ranks; None or empty for a single rank.
     """
     faults = [_describe_noise(repeat), _describe_values(everywhere or all_values)]
     if _step_seconds(repeat, len(all_values), num_parallel) > deadline:
@@ -56,7 +56,7 @@ def describe_repeat(
 
 
 def _describe_noise(repeat: Repeat) -> str | None:
-    """Describe how much the results differ between two calls; None if they do not."""
+    """Return a sentence about how much the results of two calls differ; None if they are equal."""
     pairs = [
         (first, math.nan if outcome.value is None else outcome.value)
         for first, outcome in zip(repeat.first, repeat.again, strict=True)
@@ -66,7 +66,7 @@ def _describe_noise(repeat: Repeat) -> str | None:
     if not num_different:
         return None
     distances = [abs(again - first) for first, again in pairs if not math.isnan(again - first)]
-    # Two calls of equal variance: their difference has twice that.
+    # Two calls have equal variance; their difference has twice as much.
     noise = math.sqrt(sum(d * d for d in distances) / (2 * len(distances))) if distances else math.nan
     return (
         f"asked again, it gave {num_different} of {len(pairs)} completions another result, up to "

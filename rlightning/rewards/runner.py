@@ -39,10 +39,10 @@ class RewardRunner:
 
     Args:
         rewards: a list of dotted paths, functions or :class:`RewardFunction`, or a single one.
-        max_failed_share: maximum share of samples that may fail, in a call of :meth:`score` or within :meth:`counting`;
-            otherwise the run ends.
-        max_unrewarded_references: maximum share of a prompt set's reference answers to which its answer checker gives
-            no reward; otherwise the set is refused.
+        max_failed_share: maximum share of samples that may fail, in a call of :meth:`score` or within :meth:`counting`,
+            before the run ends.
+        max_unrewarded_references: maximum share of a prompt set's reference answers that get no reward from their
+            answer checker; a set with a larger share is rejected.
         num_workers: number of processes, and of threads; None for the number of cores, at most eight.
     """
 
@@ -74,7 +74,7 @@ class RewardRunner:
                 )
             if function.state is not None:
                 logger.warning(
-                    "Reward '%s' changes %s. Each worker process has a copy of its own, which the others do not know "
+                    "Reward '%s' changes %s. Each worker process has its own copy, which other processes do not get, "
                     "and which is lost with the process. Compute rewards from the arguments alone, or make it an async "
                     "def: these run in one process.",
                     function.name,
@@ -82,8 +82,8 @@ class RewardRunner:
                 )
         self.sources = KeptSources(module for function in self.functions for module in function.modules)
         self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
-        self._opened: tuple[int, RewardPool] | None = None  # this process's, when there are calls
-        # By the id() of a trajectory's turns, which the trajectory keeps: its calls, by function.
+        self._opened: tuple[int, RewardPool] | None = None  # this process's loop, once there are calls
+        # The calls by function, by the id() of a trajectory's turns, which the trajectory keeps alive.
         self._submitted: dict[int, tuple[Trajectory, dict[int, Future[RewardResult]]]] = {}
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
@@ -101,7 +101,7 @@ class RewardRunner:
         """Return the columns of a prompt set that the functions read, by their signatures.
 
         Args:
-            columns: of the set, all of which a function with ``**columns`` reads.
+            columns: all columns of the set; a function with ``**columns`` reads all of them.
         """
         read: set[str] = set()
         for function in self.functions:
@@ -109,9 +109,10 @@ class RewardRunner:
         return sorted(read.difference(GIVEN))
 
     def check_answers(self, prompts: "Sequence[Prompt]", where: Callable[[int], str]) -> None:
-        """Score reference answers as completions, by each answer checker.
+        """Score the reference answers of prompts as completions, with each answer checker.
 
-        At most 2,000 prompts of the set are checked, within about :data:`CHECK_SECONDS`.
+        At most 2,000 prompts of the set are checked, within about :data:`CHECK_SECONDS`. ``where`` returns the file and
+        line of a row, for the error.
 
         Raises:
             ConfigError: a larger share than ``max_unrewarded_references`` gets no reward.
@@ -137,7 +138,7 @@ class RewardRunner:
 
     @contextmanager
     def counting(self, failures: FailureCount) -> Iterator[None]:
-        """Within the context, count the failures of all :meth:`score` calls together, in ``failures``."""
+        """Context manager that adds the failures of all :meth:`score` calls in it to ``failures``."""
         before, self._failures = self._failures, failures
         try:
             yield
@@ -147,18 +148,18 @@ class RewardRunner:
     def begin(self, trajectories: "Sequence[Trajectory]") -> None:
         """Submit the reward calls of trajectories and return at once; the next :meth:`score` call uses their results.
 
-        :meth:`score` drops results of trajectories that it does not get. Sync functions that run in this process are
-        called only by :meth:`score`, since they would slow the thread that collects completions.
+        :meth:`score` drops the results of trajectories that are not passed to it. Sync functions that run in this
+        process are called only by :meth:`score`, since they would slow the thread that collects completions.
 
         Args:
-            trajectories: some of those that will be scored together, with the same ``turns`` objects.
+            trajectories: some of the trajectories that will be scored together; recognized by their ``turns`` objects.
         """
         elsewhere = [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
         for trajectory in trajectories:
             self._submitted[id(trajectory.turns)] = trajectory, {f: self._submit(f, trajectory) for f in elsewhere}
 
     def score(self, trajectories: "Sequence[Trajectory]") -> RewardScores:
-        """Score every trajectory by every function; submitted calls are not repeated.
+        """Score every trajectory with every function; calls that were already submitted are not repeated.
 
         Raises:
             RewardError: too many samples have failed; raised without waiting for the remaining ones.
@@ -192,11 +193,11 @@ class RewardRunner:
         """Score a few trajectories again by each function, and warn if results differ, are all equal, or take too long.
 
         This takes at most :data:`~rlightning.rewards.repeats.REPEAT_SECONDS`: functions are called one after another,
-        each with its share of the time, and late calls are cancelled. Left out are functions of weight 0, and sync
-        functions after one that was late, whose calls still occupy the processes.
+        each with its share of the time, and late calls are cancelled. Functions of weight 0 are left out, and sync
+        functions after a late one, whose calls still occupy the processes.
 
         Args:
-            scores: [M] results of :meth:`score` by the function's name.
+            scores: the scores [M] of :meth:`score`, by the function's name.
             deadline: seconds for which other ranks wait for a step's rewards.
             ranks: for each rank its results by the function's name; empty for a single rank.
         """
@@ -222,7 +223,7 @@ class RewardRunner:
     def _ask_again(
         self, function: int, trajectories: "Sequence[Trajectory]", timeout: float
     ) -> tuple[list[RewardResult | None], float]:
-        """Repeat some calls; return their outcomes, None for those cancelled after the timeout, and the seconds."""
+        """Repeat some calls; return the results, None for those cancelled after the timeout, and the duration."""
         begun = perf_counter()
         calls = [self._submit(function, trajectory) for trajectory in trajectories]
         done, late = wait(calls, timeout=timeout)
@@ -246,7 +247,7 @@ class RewardRunner:
 
     @property
     def _pool(self) -> RewardPool:
-        if self._opened is None or self._opened[0] != os.getpid():  # the calls of a forked process's parent are not its
+        if self._opened is None or self._opened[0] != os.getpid():  # a forked process must not use its parent's calls
             self._opened = os.getpid(), RewardPool(self.functions, self.sources, self.num_workers)
         return self._opened[1]
 

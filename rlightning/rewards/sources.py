@@ -40,8 +40,8 @@ class KeptSources:
     """The source of the reward functions' modules, and of all the user's modules that these import.
 
     Args:
-        names: of the functions' modules, which this process has imported; ``__main__`` is left out, since it is not
-            imported again.
+        names: names of the functions' modules, which this process has imported; ``__main__`` is left out, since it is
+            not imported again.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -84,7 +84,7 @@ class KeptSources:
 
 
 class KeptFinder:
-    """Import hook that finds the kept modules before any file is searched."""
+    """Import hook that finds the kept modules before Python searches files."""
 
     def __init__(self, modules: Mapping[str, ModuleSource]) -> None:
         self.modules = modules
@@ -135,13 +135,13 @@ def install(modules: Mapping[str, ModuleSource]) -> KeptFinder:
 
 
 def is_own_module(name: str) -> bool:
-    """Return whether this process has imported a module of that name which is the user's."""
+    """Return whether this process has imported a module of this name that belongs to the user."""
     spec = _imported_spec(name)
     return spec is not None and _is_own(spec)
 
 
 def _imported_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of a module that this process has imported; None if it has not, or it has no spec."""
+    """Return the spec of a module that this process has imported; None if it is not imported or has no spec."""
     module = sys.modules.get(name)
     return module.__spec__ if module is not None and hasattr(module, "__spec__") else None
 
@@ -157,7 +157,7 @@ def _find(name: str, parent: ModuleSpec | None) -> ModuleSpec | None:
         return None
     try:
         return PathFinder.find_spec(name, folders)
-    except KeyError:  # a folder without __init__.py inside of another that has not been imported
+    except KeyError:  # a folder without __init__.py in another folder that was not imported
         last = name.rpartition(".")[2]
         spec = ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [path for folder in folders if os.path.isdir(path := f"{folder}/{last}")]
@@ -184,7 +184,7 @@ def _imports(module: ModuleSource) -> Iterator[str]:
     package = module.name if module.is_package else module.name.rpartition(".")[0]
     try:
         nodes = list(ast.walk(ast.parse(module.source)))
-    except (SyntaxError, ValueError):  # a module that only some calls import, and that fails there
+    except (SyntaxError, ValueError):  # a module that only some calls import, and that fails to import
         return
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -35,7 +35,7 @@ _Source = tuple[FunctionType, type | None]
 def find_state(reward: object) -> str | None:
     """Return state that a reward function, or a function called by it, changes, such as "self.count"; else None.
 
-    Changes are not found in unreadable source, or if they are written in an unusual way.
+    Changes are not found if the source cannot be read, or if they are written in an unusual way.
     """
     waiting = list(_sources(reward))
     seen: set[FunctionType] = set()
@@ -66,7 +66,7 @@ def _sources(function: object, owner: type | None = None) -> Iterator[_Source]:
 
 
 def _parse(function: FunctionType) -> ast.FunctionDef | None:
-    """Return the syntax tree of a Python function; for a wrapper its own tree, not the wrapped function's."""
+    """Return the syntax tree of a Python function; for a wrapper the wrapper's tree, not the wrapped function's."""
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
@@ -81,7 +81,7 @@ def _receiver(function: FunctionType, owner: type | None) -> tuple[str, ...]:
 
 
 def _changes(tree: ast.FunctionDef, function: FunctionType, owner: type | None) -> Iterator[str]:
-    """Yield the changed expressions of a function that are not local to it."""
+    """Yield, as text, the expressions that a function changes and that are not local to it."""
     nodes = list(ast.walk(tree))
     stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     own = _locals(function.__code__) - (_shared_defaults(function) - stored) - {*_receiver(function, owner)}
@@ -148,7 +148,7 @@ def _called(tree: ast.FunctionDef, function: FunctionType, owner: type | None) -
 
 
 def _look_up(node: ast.expr, function: FunctionType) -> object:
-    """Return the global object that a name or dotted name in a function stands for; None if there is none."""
+    """Return the global object that a name or a dotted name in a function refers to; None if there is none."""
     if isinstance(node, ast.Name):
         return function.__globals__.get(node.id)
     found = _look_up(node.value, function) if isinstance(node, ast.Attribute) else None
@@ -156,6 +156,6 @@ def _look_up(node: ast.expr, function: FunctionType) -> object:
 
 
 def _is_of_user(function: FunctionType, module: str) -> bool:
-    """Return whether a function is defined in the module ``module``, or in another one of the user's."""
+    """Return whether a function is defined in ``module`` or in another module of the user's."""
     name = module_name(function)
     return bool(name) and (name == module or is_own_module(name))

@@ -24,7 +24,7 @@ class RewardScores(NamedTuple):
 
     Attributes:
         rewards: [N] float64, the weighted sums; NaN where a function failed, or none applied.
-        components: [N] float64 each, by the function's name, unweighted; NaN where it gave none.
+        components: [N] float64 for each function by its name: unweighted scores, NaN where the function gave none.
         failed: number of NaNs in ``rewards``.
     """
 
@@ -37,13 +37,13 @@ class FailureCount:
     """Counts the samples without a reward, over a step or over a validation set.
 
     Args:
-        num_samples: least number of samples, over all ranks.
+        num_samples: minimum number of samples, over all ranks.
         max_share: maximum share of samples that may fail.
-        of: text after "samples" in the error, such as " of the step".
+        of: text that follows "samples" in the error, such as " of the step".
 
     Attributes:
         num_scored: number of scored samples of this rank.
-        num_failed: number of these without a reward.
+        num_failed: number of scored samples without a reward.
     """
 
     def __init__(self, num_samples: int, max_share: float, of: str = "") -> None:
@@ -54,7 +54,7 @@ class FailureCount:
         self._first: tuple[str, str] | None = None
 
     def add(self, name: str, sample: int, error: str) -> None:
-        """Count the failure of a sample.
+        """Count a sample as failed, because of ``error`` in the function ``name``.
 
         Raises:
             RewardError: too many samples have failed, even without failures on other ranks.
@@ -67,7 +67,7 @@ class FailureCount:
         self.check(self.num_failed, max(self.num_samples, self.num_scored), at_least="at least ")
 
     def check(self, num_failed: int, num_samples: int, *, at_least: str = "") -> None:
-        """Raise a RewardError if the failures of all ranks together exceed the limit.
+        """Raise a RewardError if the number of failures on all ranks exceeds the limit.
 
         Args:
             at_least: text before the number of failures if there may be more.
@@ -79,10 +79,10 @@ class FailureCount:
 
 
 class Tally:
-    """Collects the outcomes of one batch of ``num_samples``.
+    """Collects the results of the reward functions for one batch of ``num_samples``.
 
     Args:
-        reported: names of functions whose failure has been logged, each only once.
+        reported: names of the functions of which a failure has been logged; each is logged only once.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Tally:
         failures.num_scored += num_samples
 
     def add(self, function: int, sample: int, outcome: RewardResult) -> None:
-        """Record the outcome of a function for a sample; raises a RewardError if there are too many failures."""
+        """Record the result of a function for a sample; raises a RewardError if there are too many failures."""
         if outcome.error is None:
             self.values[function][sample] = outcome.value
         else:
             self._fail(sample, self.functions[function].name, outcome.error)
 
     def total(self) -> RewardScores:
-        """Return the scores; called when every outcome has been added."""
+        """Return the scores; called after every result has been added."""
         import torch
 
         for sample in range(self.num_samples):
@@ -131,7 +131,7 @@ class Tally:
     def _fail(self, sample: int, name: str, error: str) -> None:
         if name not in self.reported:
             self.reported.add(name)
-            logger.warning("Reward '%s' failed on a sample, which is left out; said once:\n%s", name, error)
+            logger.warning("Reward '%s' failed on a sample, which is left out; logged only once:\n%s", name, error)
         if sample not in self.failed:
             self.failed.add(sample)
             self.failures.add(name, sample, error)
@@ -140,7 +140,7 @@ class Tally:
 def fail_too_large(rewards: "Tensor") -> "Tensor":
     """Replace rewards [N] beyond :data:`MAX_REWARD` by NaN, which counts as a failure.
 
-    For rewards of an overridden ``compute_rewards``; :class:`Tally` checks its own.
+    Used for the rewards of an overridden ``compute_rewards``; :class:`Tally` checks those of reward functions.
     """
     is_too_large = rewards.abs() > MAX_REWARD
     if not is_too_large.any():

@@ -1,4 +1,4 @@
-"""The worker process of reward functions: sync ones run one by one, async ones concurrently on an event loop.
+"""The worker process of reward functions: sync functions run one by one, async ones concurrently on an event loop.
 
 Imports only the standard library and msgpack, so that workers start quickly.
 """
@@ -24,7 +24,7 @@ class Setup(NamedTuple):
     """The message with which a worker process is set up.
 
     Attributes:
-        is_async: whether its functions are async.
+        is_async: whether the functions are async.
         functions: pickled functions, by their indices.
         modules: the kept sources of the functions' modules.
         secrets: texts that are masked in messages (:func:`~rlightning.foreign_text.hide`).
@@ -83,7 +83,7 @@ class RewardWorker:
             self._worker.progress.show(0, False)
 
     async def _do(self, job: Callable[[], T]) -> T:
-        """Run a job while the event loop is stopped; its result is sent when the loop continues."""
+        """Run a job, during which the event loop is stopped; the result is sent once the loop continues."""
         done: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:
@@ -111,7 +111,7 @@ class RewardWorker:
 
 
 def _import(pickled: bytes) -> RewardCallable | RewardResult:
-    """Unpickle a function; if that fails, return the failed result of all its calls."""
+    """Unpickle a function; if that fails, return a failed result, which is then the result of all its calls."""
     try:
         function: RewardCallable = pickle.loads(pickled)
         return function

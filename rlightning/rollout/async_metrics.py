@@ -1,4 +1,4 @@
-"""What the steps of an asynchronous run consume, and whether trainer or engines wait for the other."""
+"""Metrics of an asynchronous run's steps: staleness, prompts in flight, and how long trainer and engines wait."""
 
 import time
 from dataclasses import dataclass, field
@@ -16,16 +16,16 @@ STOPPED = "rollout/stopped"
 
 @dataclass
 class StepTotals:
-    """Totals over the calls of ``collect_trajectories`` of one step: one call, or with refills several.
+    """Totals of one step over its calls of ``collect_trajectories``: one call, or several with refills.
 
     Attributes:
-        staleness: one array a call: the staleness of each of its T tokens, in updates.
+        staleness: for each call an array [T], the staleness of its tokens in updates.
         num_stale: prompts that were requeued because their tokens were too old.
         num_stopped: prompts that were running when the step had enough groups, and were requeued.
         num_running: prompts that are still being sampled.
-        num_finished: prompts that are finished, and left for a later step.
+        num_finished: prompts that are finished but left for a later step.
         trainer_wait_seconds: seconds for which the trainer waited for trajectories.
-        engine_idle_seconds: seconds without a request, the mean over the engines.
+        engine_idle_seconds: seconds for which engines had no request, averaged over the engines.
     """
 
     staleness: list[NDArray[np.int64]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class BottleneckMonitor:
     Args:
         max_staleness: ``rollout.max_staleness``.
         num_engines: number of engines of the run.
-        engines_key: the key that says which or how many engines there are.
+        engines_key: configuration key that sets the engines or their number.
     """
 
     def __init__(self, max_staleness: int, num_engines: int, engines_key: str) -> None:

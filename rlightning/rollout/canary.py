@@ -1,11 +1,12 @@
-"""The canary: token sequences that actor and engine score, to tell rounding differences from wrong weights.
+"""The canary: token sequences that actor and engine score, to distinguish rounding errors from wrong weights.
 
-The actor scores the canary several times, each time with other rounding errors. An engine that holds the actor's
-weights is as far from each of these evaluations as they are from each other; an engine with other weights is further
-away. One with the weights of an earlier version may differ by less than rounding does, but in a known direction:
-towards the actor's log-probabilities before the update.
+The actor scores the canary several times, each time with other rounding errors. The log-probabilities of an engine with
+the actor's weights differ from each of these evaluations as much as the evaluations differ from each other; with other
+weights they differ more. With the weights of an earlier version they may differ by less than rounding errors, but in a
+known direction: towards the actor's log-probabilities before the update.
 
-Letters: ``K`` evaluations, ``N`` sequences, ``L`` tokens of each, ``S`` scored tokens: all but each sequence's first.
+Letters: ``K`` evaluations, ``N`` sequences, ``L`` tokens of each, ``S`` scored tokens, which are all but the first of
+each sequence.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,18 +66,19 @@ class Evaluation(NamedTuple):
 class Canary:
     """Token sequences that actors and engines score after a sync.
 
-    An engine with former weights is assumed to hold those of the last sync, or the last that were verified.
+    An engine with former weights is assumed to have those of the last sync, or the last verified ones.
 
     Args:
-        tokenizer: the policy's.
+        tokenizer: the policy's tokenizer.
         max_length: maximum tokens of a sequence in the engine.
-        dtype: the engine's.
-        device: the engine's.
-        tolerance: the largest distance of an engine from the actor, as a multiple of the actor's noise.
+        dtype: the engine's dtype.
+        device: the engine's device.
+        tolerance: maximum distance of an engine's log-probabilities from the actor's, as a multiple of the actor's
+            noise.
 
     Attributes:
         token_ids: [N, L].
-        findings: of the last check.
+        findings: results of the last check; None before.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Canary:
         device: torch.device,
         tolerance: float = MAX_DISTANCE,
     ) -> None:
-        # An engine samples a token for a sequence that it scores.
+        # An engine samples one token after a sequence that it scores.
         self.token_ids = canary_tokens(tokenizer, max_length - 1)
         self.tolerance, self._dtype = tolerance, dtype
         is_tf32 = dtype == torch.float32 and device.type == "cuda"
@@ -103,12 +105,13 @@ class Canary:
     def evaluate(
         self, score: Score, weight_version: int, adapter_off: Callable[[], AbstractContextManager[None]] | None = None
     ) -> None:
-        """Have the actor score the canary. The last result of another version is kept as that of the former weights.
+        """Have the actor score the canary. The last result for another version is kept, as that of the former weights.
 
         Args:
             score: returns the actor's log-probabilities.
             weight_version: version of the actor's weights.
-            adapter_off: a context in which the actor scores without its adapter; None if it has none.
+            adapter_off: returns a context manager in which the actor computes without its adapter; None if it has no
+                adapter.
         """
         if adapter_off is not None:
             with adapter_off():
@@ -120,11 +123,11 @@ class Canary:
         self._latest = Evaluation(weight_version, evaluate(score, self._batch, self._dtype, self._rounding))
 
     def check(self, answers: NDArray[np.float32], model_config: PreTrainedConfig | None = None) -> None:
-        """Raise EngineError if an engine's weights are not those that the actor had at :meth:`evaluate`.
+        """Raise an EngineError if an engine's weights are not those that the actor had at :meth:`evaluate`.
 
         Args:
-            answers: [N, L], the engine's log-probabilities; the first of each sequence is ignored.
-            model_config: the actor's, whose architecture the error describes; None where it is not known.
+            answers: [N, L], the engine's log-probabilities; those of each sequence's first token are ignored.
+            model_config: the actor's configuration, whose unusual features the error names; None if unknown.
         """
         assert self._latest is not None, "evaluate comes first"
         version, actor = self._latest
@@ -142,19 +145,19 @@ class Canary:
             f"{length} tokens were compared. The architecture: {'; '.join(traits) or 'unknown'}."
         )
 
-    def check_is_seen(self) -> None:
-        """Raise EngineError if the adapter changes the actor too little to tell whether an engine applies it."""
+    def check_adapter_effect(self) -> None:
+        """Raise an EngineError if the adapter has too little effect on the actor to detect it in an engine."""
         assert self._latest is not None and self._base is not None, "evaluate comes first, of an adapter"
         found = compare(self._latest.logprobs, self._base.mean(0))
         if not found.distance > SEEN * found.noise:
             raise EngineError(
                 f"Whether the engine uses the adapter cannot be told: with other values in it the actor's canary moves "
-                f"by {found.distance:.3g} nats, where rounding makes {found.noise:.3g}. rollout.verify_every: 0 goes "
-                "on without."
+                f"by {found.distance:.3g} nats, and by {found.noise:.3g} from rounding. rollout.verify_every: 0 turns "
+                "the check off."
             )
 
     def _find_adapter_fault(self, actor: Floats, engine: Floats, *, is_far: bool) -> str | None:
-        """Return a message if the engine does not apply the adapter, or with another scale; None if it does."""
+        """Return a message if the engine does not apply the adapter, or scales it differently; else None."""
         if self._base is None:
             return None
         way, alone = find_way_back(actor, self._base, engine), compare(self._base, engine)
@@ -190,7 +193,7 @@ class Canary:
             return None
         return (
             f"they differ by {found.distance:.3g} nats, {found.distance / found.noise:.3g} times the "
-            f"{found.noise:.3g} that rounding makes of the actor's, where rollout.verify_tolerance allows "
+            f"{found.noise:.3g} by which rounding changes the actor's, where rollout.verify_tolerance allows "
             f"{self.tolerance:g} times: the engine holds other weights, or computes otherwise than the actor"
         )
 
@@ -199,9 +202,9 @@ class VerifiedSampler(Protocol):
     """A sampler whose weights can be verified.
 
     Attributes:
-        weight_version: version of its weights; None if it has none.
-        is_verified: whether a check since its start has shown that it holds the actor's weights.
-        is_proven: whether a check since its start has shown that it applies the adapter.
+        weight_version: version of the sampler's weights; None if it has none.
+        is_verified: whether a check since the sampler's start has shown that it has the actor's weights.
+        is_proven: whether a check since the sampler's start has shown that it applies the adapter.
     """
 
     weight_version: int | None
@@ -210,21 +213,21 @@ class VerifiedSampler(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process runs, as far as is known."""
+        """Whether the sampler's process runs, as far as known."""
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the log-probabilities [N, L] of sequences [N, L] at temperature 1; 0 for each first token."""
 
 
 class Verification:
-    """Verifies each engine's weights after its first sync, and those of all engines after every ``every`` syncs.
+    """Verifies each engine's weights after its first sync, and all engines' weights after every n-th sync.
 
     Args:
-        every: syncs between two verifications; 0 verifies nothing.
+        every: number of syncs between two verifications; 0 for no verification.
         tolerance: see :class:`Canary`.
 
     Attributes:
-        canary: the run's; None where nothing is verified.
+        canary: the canary of the run; None if nothing is verified.
     """
 
     def __init__(self, every: int, tolerance: float) -> None:
@@ -240,12 +243,12 @@ class Verification:
         self.canary: Canary | None = None
 
     def begin_run(self, module: SampledPolicy, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the canary for a run, and restart the count of syncs."""
+        """Create the canary for a run, and reset the count of syncs."""
         self.num_syncs = 0
         self.canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
     def needs_proof(self, module: SampledPolicy, engines: Sequence[VerifiedSampler]) -> bool:
-        """Whether an engine of any rank still has to show that it applies the adapter; a collective."""
+        """Whether an engine on any rank has not yet been shown to apply the adapter; a collective."""
         if self.canary is None or adapter_of(module) is None:
             return False
         return any_rank(any(one.is_alive and not one.is_proven for one in engines), name="adapter is proven")
@@ -255,8 +258,8 @@ class Verification:
 
         Args:
             module: the module of :meth:`begin_run`, with the weights that are about to be sent.
-            engines: this rank's.
-            is_proof: whether the weights are a test adapter with a large effect, which is not sampled from.
+            engines: this rank's engines.
+            is_proof: whether the weights are a test adapter with a large effect, from which nothing is sampled.
 
         Returns:
             Whether this rank's engines are to be verified once they have the weights.
@@ -266,11 +269,11 @@ class Verification:
         adapter_off = module.adapter_off if has(module, HasAdapter) and module.adapter is not None else None
         if is_proof:
             self.canary.evaluate(module.score, module.weight_version, adapter_off)
-            self.canary.check_is_seen()
+            self.canary.check_adapter_effect()
             return True
         is_new = any(engine.is_alive and not engine.is_verified for engine in engines)
         is_due = is_new or self.num_syncs % self.every == 0
-        self.num_syncs += 1  # counted here, on all ranks: an engine may die in the sync on one rank only
+        self.num_syncs += 1  # counted here, on all ranks: during the sync an engine may die on only one rank
         if any_rank(is_due or self.num_syncs % self.every == 0, name="canary"):
             self.canary.evaluate(module.score, module.weight_version, adapter_off)
         return is_due
@@ -279,7 +282,7 @@ class Verification:
         """Compare an engine's weights with those that the actor had at :meth:`evaluate`.
 
         Raises:
-            EngineError: if they differ.
+            EngineError: the weights differ.
         """
         assert self.canary is not None, "begin_run and evaluate come first"
         try:
@@ -292,10 +295,10 @@ class Verification:
 
 
 def canary_tokens(tokenizer: PreTrainedTokenizerBase, max_length: int) -> NDArray[np.int64]:
-    """Return the canary [N, L]: sums in every other sequence, tokens drawn at random in the others.
+    """Return the canary [N, L]: text of arithmetic sums in every other sequence, random tokens in the others.
 
     Args:
-        tokenizer: the policy's. Special and added tokens are left out, since some stand for images or audio.
+        tokenizer: the policy's tokenizer. Special and added tokens are left out, since some represent images or audio.
         max_length: maximum tokens of a sequence, at least 2.
     """
     rng = np.random.default_rng(0)
@@ -314,14 +317,15 @@ def canary_tokens(tokenizer: PreTrainedTokenizerBase, max_length: int) -> NDArra
 
 @contextmanager
 def perturbed_embeddings(rounding: float, seed: int) -> Iterator[None]:
-    """Within the context, each number that an ``nn.Embedding`` returns has a relative error, drawn at random.
+    """Context manager in which each number that an ``nn.Embedding`` returns gets a random relative error.
 
     Args:
-        rounding: the largest error; that of the embedding's or autocast's dtype where it is larger.
-        seed: of the random errors.
+        rounding: the largest error; the rounding error of the embedding's or autocast's dtype is used if that is
+            larger.
+        seed: determines the random errors.
 
     Raises:
-        EngineError: if no embedding was called.
+        EngineError: no embedding was called.
     """
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -334,7 +338,7 @@ def perturbed_embeddings(rounding: float, seed: int) -> Iterator[None]:
         dtype = torch.get_autocast_dtype(device.type) if is_autocast else values.dtype
         size = max(rounding, ROUNDING.get(dtype, 0.0))
         if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(seed)  # the run's own numbers are left alone
+            generators[device] = torch.Generator(device).manual_seed(seed)  # the run's random state does not change
         errors = torch.empty(values.shape, device=device).uniform_(-size, size, generator=generators[device])
         values.copy_(values * (1 + errors))
 
@@ -352,9 +356,9 @@ def evaluate(score: Score, batch: RolloutBatch, dtype: torch.dtype, rounding: fl
     """Return the actor's log-probabilities [K, S], each time with other rounding errors.
 
     Args:
-        score: the actor's.
-        batch: of ``NUM_COPIES`` times ``N`` sequences, on the CPU.
-        dtype: the engine's.
+        score: returns the actor's log-probabilities.
+        batch: ``NUM_COPIES`` times ``N`` sequences, on the CPU.
+        dtype: the engine's dtype.
         rounding: see :func:`perturbed_embeddings`.
     """
     evaluations = []

@@ -1,4 +1,4 @@
-"""The distance of an engine's log-probabilities from an actor's, in units of rounding, and its direction.
+"""Compares an engine's log-probabilities with an actor's: distance in units of rounding errors, and direction.
 
 Letters: ``K`` evaluations of the actor, ``S`` scored tokens.
 """
@@ -24,11 +24,11 @@ LEAST_NOISE = 2e-6
 
 
 class Comparison(NamedTuple):
-    """The distance of an engine's log-probabilities from the actor's, and the noise of the actor's own.
+    """The distance of an engine's log-probabilities from the actor's, and the noise among the actor's own.
 
     Attributes:
-        distance: of its log-probabilities from the actor's, root mean square in nats.
-        noise: distance of the actor's evaluations from each other, likewise.
+        distance: root mean square difference between engine and actor, in nats.
+        noise: root mean square difference between the actor's evaluations, in nats.
     """
 
     distance: float
@@ -36,13 +36,13 @@ class Comparison(NamedTuple):
 
 
 class WayBack(NamedTuple):
-    """An estimate of how much of an update an engine's weights lack.
+    """An estimate of the share of an update that an engine's weights lack.
 
     Attributes:
         length: distance between the actor's log-probabilities under both weights, root mean square in nats.
-        share: of the update that is lacking: 0 with the current weights, 1 with the former ones. Meaningless where both
-            differ by no more than rounding does.
-        errors: standard errors by which the share is above 0.
+        share: share of the update that is missing: 0 with the current weights, 1 with the former ones. Meaningless if
+            the two differ by no more than rounding errors.
+        errors: number of standard errors by which the share is above 0.
     """
 
     length: float
@@ -54,8 +54,8 @@ class Findings(NamedTuple):
     """The result of a check, passed or failed.
 
     Attributes:
-        comparison: of the engine with the actor.
-        ways: estimates by the version of the former weights.
+        comparison: comparison of the engine with the actor.
+        ways: estimates of a missing update, by the version of the former weights.
     """
 
     comparison: Comparison
@@ -69,7 +69,7 @@ def compare(actor: Floats, engine: Floats) -> Comparison:
 
 
 def root_mean_square(differences: Floats) -> float:
-    """Root mean square of [., S] without the ``TRIMMED`` tokens that differ most; NaN if a value is not finite."""
+    """Return the root mean square of differences [., S] without the ``TRIMMED`` largest; NaN if one is not finite."""
     squares = np.sort(np.mean(differences**2, 0))
     if not np.isfinite(squares).all():
         return math.nan
@@ -77,16 +77,17 @@ def root_mean_square(differences: Floats) -> float:
 
 
 def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
-    """Estimate how much of the last update an engine's weights lack, by its log-probabilities.
+    """Estimate from an engine's log-probabilities which share of the last update its weights lack.
 
-    A token's score is the product of two numbers: its step from the current to the former log-probability, and the
-    value's distance from the middle between both. Both are divided by the root of the sum of squares of noise and half
-    the step. The share is where the engine's mean score lies between those of the current and former evaluations.
+    A token's score is the product of two numbers: the step from its current to its former log-probability, and the
+    engine's distance from the midpoint of both. Both are divided by the root of the sum of squares of noise and half
+    the step. The share is the position of the engine's mean score between the mean scores of current and former
+    evaluations.
 
     Args:
-        actor: [K, S], of the current weights.
-        former: [K, S], of the former weights.
-        engine: [S].
+        actor: [K, S], log-probabilities under the current weights.
+        former: [K, S], log-probabilities under the former weights.
+        engine: [S], the engine's log-probabilities.
     """
     moved, whole = [], []
     for k in range(len(actor)):
@@ -103,9 +104,9 @@ def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
 
 
 def _score(values: Floats, now: Floats, before: Floats) -> Floats:
-    """Return the scores [S] of ``values``, by evaluations of the current and of the former weights."""
+    """Return the scores [S] of log-probabilities, from evaluations of the current and of the former weights."""
     variance = (now.var(0, ddof=1) + before.var(0, ddof=1)) / 2
-    variance = (variance + np.median(variance)) / 2  # that of few evaluations is itself uncertain
+    variance = (variance + np.median(variance)) / 2  # the noise of few evaluations is itself uncertain
     step = before.mean(0) - now.mean(0)
     side = values - (now.mean(0) + before.mean(0)) / 2
     unit = np.sqrt(variance + step**2 / 4) + LEAST_NOISE

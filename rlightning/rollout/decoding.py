@@ -1,11 +1,11 @@
-"""Decoding by a Hugging Face model: prompts in one packed row, then one token a step of each sequence, with a KV cache.
+"""Decoding by a Hugging Face model: prompts in one packed row, then one token of each sequence at a time, with a cache.
 
 ::
 
     prompts     [T]  all tokens in a row --> packed attention --> keys and values to the rows of each prompt's samples
     decoding    [N]  the last token of N sequences --> attention over the first N rows of the cache
 
-A prompt is computed once for all of its samples, and only attention computes padding.
+A prompt is computed once for all of its samples; only attention computes padding.
 
 Letters: ``T`` tokens of a forward pass, ``N`` sequences, ``H`` query heads, ``K`` key/value heads, ``D`` head size,
 ``L`` cached tokens of a sequence, ``V`` vocabulary.
@@ -38,11 +38,11 @@ FILLER = [0] * MIN_ROWS
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the sequences that are decoded, a row each, in every attention layer.
+    """Keys and values of the sequences being decoded: one row for each sequence in each attention layer.
 
     Attributes:
         num_rows: allocated rows.
-        length: allocated tokens of a row.
+        length: allocated tokens of each row.
     """
 
     num_rows: int = 0
@@ -50,7 +50,7 @@ class KeyValueCache:
     _layers: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def reserve(self, num_rows: int, length: int) -> None:
-        """Enlarge the cache to so many rows of so many tokens; its contents stay."""
+        """Enlarge the cache to at least ``num_rows`` rows of ``length`` tokens; the contents are kept."""
         num_rows = max(num_rows, MIN_ROWS)
         if num_rows <= self.num_rows and length <= self.length:
             return
@@ -78,21 +78,21 @@ class KeyValueCache:
         return keys[:num_rows, :, :length], values[:num_rows, :, :length]
 
     def move(self, source: int, destination: int) -> None:
-        """Copy a row to another one."""
+        """Copy a row over another row."""
         for held in (tensor for pair in self._layers.values() for tensor in pair):
             held[destination] = held[source]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """Where a forward pass writes its tokens in the cache. ``C`` is the number of writes: a prompt has one a sample.
+    """Where a forward pass writes its tokens in the cache. ``C`` is the number of writes: one a sample for a prompt.
 
     Attributes:
-        cache: that is written and read.
-        rows: [C] rows of the cache.
-        positions: [C] positions in these rows.
-        source: [C] indices of the written tokens in the pass.
-        mask: [N, 1, 1, L] the cached tokens that each row attends to; None while prompts are computed.
+        cache: the cache that is written and read.
+        rows: [C], rows of the cache.
+        positions: [C], positions in these rows.
+        source: [C], indices of the written tokens in the forward pass.
+        mask: [N, 1, 1, L], the cached tokens that each row attends to; None while prompts are computed.
     """
 
     cache: KeyValueCache
@@ -120,8 +120,9 @@ def cached_attention(
         key: [1, K, T, D].
         value: [1, K, T, D].
         attention_mask: None.
-        use: where keys and values go; with a mask, token i belongs to row i, and attends to what the row holds.
-        kwargs: of :func:`~rlightning.models.attention.packed_attention`.
+        use: where keys and values are written; with a mask, token i belongs to row i, and attends to that row's cached
+            tokens.
+        kwargs: arguments of :func:`~rlightning.models.attention.packed_attention`.
 
     Returns:
         [1, T, H, D], and no attention weights.
@@ -152,16 +153,16 @@ AttentionInterface.register(CACHED_ATTENTION, cached_attention)
 
 
 def build_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model that decodes with a cache; its parameters have yet to be set.
+    """Return a model that decodes with a cache; its parameters are uninitialised.
 
     Args:
-        config: of a policy whose attention can be packed.
-        device: where it computes.
-        dtype: of all parameters.
+        config: configuration of a policy that supports packed attention.
+        device: device of the model.
+        dtype: dtype of all parameters.
     """
     config = type(config).from_dict(config.to_dict())
     remove_dropout(config)
-    # Random numbers are drawn where that is fast; the run's own are left alone.
+    # Random numbers are drawn on the device, where that is fast; the run's random state does not change.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=CACHED_ATTENTION
@@ -172,13 +173,13 @@ def build_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dty
 def predict_after_prompts(
     model: PreTrainedModel, cache: KeyValueCache, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Compute prompts, and return the logits [N, V] of the token after each.
+    """Compute prompts, and return the logits [N, V] of the token after each prompt.
 
     Args:
-        model: from :func:`build_model`.
-        cache: where keys and values are written.
+        model: a model from :func:`build_model`.
+        cache: the cache to which keys and values are written.
         prompts: N token sequences.
-        rows: for each prompt the rows of the cache that begin with it, one a sample.
+        rows: for each prompt the rows of the cache that begin with it, one for each sample.
     """
     device = model.device
     if sum(map(len, prompts)) < MIN_ROWS:
@@ -208,13 +209,13 @@ def predict_after_prompts(
 
 
 def predict_next(model: PreTrainedModel, cache: KeyValueCache, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Compute one token of each of the cache's first N rows, and return the logits [N, V] of the token after each.
+    """Compute one token of each of the cache's first N rows, and return the logits [N, V] of the next token of each.
 
     Args:
-        model: from :func:`build_model`.
-        cache: holds the keys and values of the tokens before.
-        tokens: N, one for each of the rows 0 to N - 1.
-        lengths: N, the number of tokens in each row.
+        model: a model from :func:`build_model`.
+        cache: contains the keys and values of the previous tokens.
+        tokens: N token ids, one for each of the rows 0 to N - 1.
+        lengths: N numbers of tokens, one for each row.
     """
     device = model.device
     if len(tokens) < MIN_ROWS:

@@ -23,26 +23,26 @@ def decode_completions(
 ) -> list[str]:
     """Return the texts of completions, as vLLM would decode them.
 
-    Special tokens are left out, and so are the bytes of an incomplete last character.
+    Special tokens, and the bytes of an incomplete last character, are left out.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         prompt: [P] tokens before the completions.
-        completions: the tokens of each.
+        completions: the tokens of each completion.
     """
     context = list(prompt[-CONTEXT_TOKENS:])
     before = decode_tokens(tokenizer, context)
     texts = []
     for token_ids in map(list, completions):
         text = decode_tokens(tokenizer, context + token_ids)
-        # A prompt that ends within a character is decoded to something else when that is whole.
+        # A prompt that ends within a character is decoded differently once the character is complete.
         text = text.removeprefix(before) if text.startswith(before) else decode_tokens(tokenizer, token_ids)
         texts.append(text.rstrip(UNFINISHED))
     return texts
 
 
 def decode_tokens(tokenizer: "Tokenizer", token_ids: list[int]) -> str:
-    """Return the text of tokens, without special ones.
+    """Return the text of tokens, without special tokens.
 
     Uses the tokenizer's Rust backend if it has one: ``tokenizer.decode`` may remove spaces before punctuation.
     """

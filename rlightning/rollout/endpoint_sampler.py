@@ -1,4 +1,4 @@
-"""A sampler over any server with OpenAI's /v1/completions: for inspecting rollouts, not for training."""
+"""A sampler for any server with OpenAI's /v1/completions, used to inspect rollouts, not to train."""
 
 import json
 import logging
@@ -38,13 +38,13 @@ class EndpointSampler(TokenSampler):
     logged once; such samples must not be trained on.
 
     Args:
-        url: of the API, such as ``http://127.0.0.1:8000/v1``.
-        files: of the policy, for its tokenizer and end tokens.
-        model: its name at the server; None is the server's only model.
+        url: URL of the API, such as ``http://127.0.0.1:8000/v1``.
+        files: files of the policy, for its tokenizer and end tokens.
+        model: name of the model at the server; None for the server's only model.
         key: the API key that the server requires.
 
     Attributes:
-        max_length: maximum tokens of a sequence, set by :meth:`connect`; None if the server does not tell.
+        max_length: maximum tokens of a sequence, set by :meth:`connect`; None if the server does not report it.
     """
 
     def __init__(self, url: str, files: ModelFiles, *, model: str | None = None, key: str | None = None) -> None:
@@ -95,7 +95,7 @@ class EndpointSampler(TokenSampler):
         session: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`; it gives whole samples, to any session."""
+        """Sample from the server (:meth:`TokenSampler.sample`), without partial output; ``session`` has no effect."""
         prompt = list(token_ids)
         text = await self._request(make_body(self.model, prompt, sampling, num_samples, self._returns_ids))
         try:
@@ -112,15 +112,15 @@ class EndpointSampler(TokenSampler):
         return samples
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Raise an error: OpenAI's API has no log-probabilities of a prompt."""
+        """Raise an error: OpenAI's API does not return log-probabilities of a prompt."""
         raise EngineError(f"{self.url} cannot score sequences, which verifying trajectories needs. Turn that off.")
 
     async def _request(self, body: dict[str, object]) -> str:
         """Send a request and return the body of the response.
 
         Raises:
-            RequestRefusedError: the server refuses this request.
-            EngineError: the server fails, or would refuse any request.
+            RequestRefusedError: the server rejects this request.
+            EngineError: the server fails, or would reject any request.
         """
         if self._client is None:
             timeout = httpx.Timeout(REQUEST_TIMEOUT, connect=intervals.SERVICE_CONNECT_TIMEOUT)
@@ -161,7 +161,7 @@ class EndpointSampler(TokenSampler):
 def make_body(
     model: str | None, prompt: list[int], sampling: Sampling, num_samples: int, returns_ids: bool
 ) -> dict[str, object]:
-    """Return the body of a request, without the fields of vLLM's that have their default values."""
+    """Return the body of a request; fields that only vLLM has are left out if they have their default values."""
     body: dict[str, object] = {
         "model": model,
         "prompt": prompt,

@@ -56,9 +56,9 @@ class EngineSampler(ABC):
         session: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`; ``session`` makes no difference to a single engine.
+        """Sample from the engine (:meth:`TokenSampler.sample`); ``session`` has no effect on a single engine.
 
-        Amid a weight update it waits for the end of the update.
+        During a weight update the call waits until the update has ended.
         """
         files = self.files
         arguments = vllm_sampling(sampling, num_samples, files.end_token_ids)
@@ -89,21 +89,22 @@ class EngineSampler(ABC):
 
 
 class Engine(EngineSampler):
-    """vLLM's AsyncLLM in a child process, or where ``rlightning serve`` has started it.
+    """vLLM's AsyncLLM in a child process, or served elsewhere by ``rlightning serve``.
 
     A :class:`~rlightning.rollout.sampler.TokenSampler`, whose methods other threads may call by :meth:`submit`. A
     :class:`~rlightning.rollout.weights.driver.WeightUpdater` sends it weights. :meth:`start` returns at once, since
     engine and actor load at the same time; the first call waits for the engine.
 
     Raises:
-        EngineDiedError: by every method, if the process died or hangs; :meth:`start` may then be called again.
-        EngineError: by every method, if the engine did not start, or refused a request.
+        EngineDiedError: raised by every method if the process has died or hangs; :meth:`start` may then be called
+            again.
+        EngineError: raised by every method if the engine did not start, or rejected a request.
 
     Attributes:
-        process: the connection to the engine that was started last.
-        is_verified: whether a check since its start has shown that it holds the actor's weights.
-        is_proven: whether a check since its start has shown that it applies the adapter.
-        has_base: whether it holds the frozen weights that the adapter is added to.
+        process: the connection to the most recently started engine.
+        is_verified: whether a check since the engine's start has shown that it has the actor's weights.
+        is_proven: whether a check since the engine's start has shown that it applies the adapter.
+        has_base: whether the engine has the frozen weights of the adapter's base model.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -116,7 +117,7 @@ class Engine(EngineSampler):
 
     @property
     def weight_version(self) -> int | None:
-        """The version of the engine's weights; None before the first update, while it sleeps, and if it is dead."""
+        """The version of the engine's weights; None before the first update, in sleep, and after the engine's death."""
         return self._held_version if self.is_alive else None
 
     @weight_version.setter
@@ -126,12 +127,12 @@ class Engine(EngineSampler):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine's process runs, as far as is known."""
+        """Whether the engine's process runs, as far as known."""
         return self.process is not None and self.process.death is None
 
     @property
     def ready(self) -> "Future[EngineFacts]":
-        """A future of the engine process that was started last, done when the engine is up or has failed to start."""
+        """A future of the most recently started engine process, done when the engine is up or has failed to start."""
         return self._running.ready
 
     @property
@@ -145,7 +146,7 @@ class Engine(EngineSampler):
         return EngineDiedError("The engine is not running.") if self.process is None else self.process.death
 
     def start(self) -> None:
-        """Start a process, or connect to one that others have started; returns before the engine is up."""
+        """Start a process, or connect to an engine served elsewhere; returns before the engine is up."""
         self._held_version = None
         self.is_verified = self.is_proven = self.has_base = False
         self._is_asleep = False
@@ -168,7 +169,7 @@ class Engine(EngineSampler):
         return await asyncio.wrap_future(self.submit(method, *arguments))
 
     def sleep(self) -> None:
-        """Free the memory of an engine that shares its device with an actor, weights included; else do nothing."""
+        """Free the memory, including weights, of an engine that shares its device with an actor; else do nothing."""
         if self.config.can_sleep and not self._is_asleep:
             self.submit("sleep").result()
             self._is_asleep, self.has_base = True, False
@@ -181,7 +182,7 @@ class Engine(EngineSampler):
             self.process = None
 
     def score_all(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return :meth:`score` of each of the sequences [N, L]: [N, L]. Not to be called on the event loop."""
+        """Return log-probabilities [N, L] of sequences [N, L] (:meth:`score`). Not to be called on the event loop."""
         answers = [self.submit("score", sequence) for sequence in token_ids.tolist()]
         return np.array([answer.result() for answer in answers], np.float32)
 
@@ -193,10 +194,10 @@ class Engine(EngineSampler):
 
 
 def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[int]) -> dict[str, object]:
-    """Return arguments of vLLM's SamplingParams.
+    """Return the arguments of vLLM's SamplingParams for a request.
 
     Args:
-        sampling: of one request; vLLM adds a sample's number to the seed.
+        sampling: settings of one request; vLLM adds the sample's index to the seed.
         num_samples: completions of the prompt.
         end_token_ids: tokens that end a completion, besides ``sampling.stop_token_ids``.
     """
@@ -209,11 +210,11 @@ def vllm_sampling(sampling: Sampling, num_samples: int, end_token_ids: Sequence[
         "max_tokens": sampling.max_new_tokens,
         "stop": list(sampling.stop),
         "json_schema": sampling.json_schema,  # the engine's process makes vLLM's parameters of it
-        # The trainer decides what ends a completion, whatever the engine has read.
+        # The trainer decides what ends a completion, not the files that the engine has read.
         "ignore_eos": True,
         "stop_token_ids": sorted({*end_token_ids, *sampling.stop_token_ids}),
         "seed": sampling.seed,
-        # Of so many likeliest tokens, besides the sampled one: one more than a support has tells that more are left.
+        # Of this many most likely tokens, and the sampled one: one more than a support may have shows that it is cut.
         "logprobs": sampling.max_support and min(sampling.effective_top_k, sampling.max_support + 1),
         "max_support": sampling.max_support,
     }
@@ -225,9 +226,9 @@ def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[Eng
     A sample's text includes a stop string, but not the end of sequence.
 
     Args:
-        files: of the policy.
+        files: files of the policy.
         prompt: [P] tokens.
-        outputs: of the samples.
+        outputs: outputs of the engine, one for each sample.
     """
     written = [output["token_ids"].tolist() for output in outputs]
     written = [tokens[:-1] if tokens and tokens[-1] in files.end_token_ids else tokens for tokens in written]
@@ -236,7 +237,7 @@ def make_samples(files: ModelFiles, prompt: Sequence[int], outputs: Sequence[Eng
 
 
 def make_sample(text: str, output: EngineOutput) -> Sample:
-    """Return one sample."""
+    """Return one sample from its text and the engine's output."""
     reason: Literal["stop", "length"] = "length" if output["end"] is None else "stop"
     token_ids = array("q", np.asarray(output["token_ids"], np.int64).tobytes())
     logprobs = array("f", np.asarray(output["logprobs"], np.float32).tobytes())

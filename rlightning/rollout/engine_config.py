@@ -1,4 +1,4 @@
-"""The configuration of one engine: how to start it, or what an engine served elsewhere must match."""
+"""The configuration of one engine: how to start it, or the requirements on an engine served elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,26 +17,26 @@ EngineArguments = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How to start an engine, or what an engine served elsewhere must match.
+    """How to start an engine, or the requirements on an engine served elsewhere.
 
     Attributes:
         engine_args: vLLM's arguments.
-        device: the rank's; the engine runs on it, or on other devices of its type.
-        visible_devices: for ``CUDA_VISIBLE_DEVICES``, one device a tensor-parallel worker; empty for all devices that
-            are visible to this process.
-        dtype: in which weights are sent.
-        log_file: to which the engine's output is appended.
-        url: where a served engine listens; "" if the trainer starts the engine.
-        weight_folder: for weights that are sent as files, if no faster transport connects trainer and engine.
-        can_sleep: whether it shares its device with an actor, and sleeps during updates.
+        device: the rank's device; the engine runs on it, or on other devices of its type.
+        visible_devices: value of ``CUDA_VISIBLE_DEVICES``, one device for each tensor-parallel worker; empty for all
+            devices that are visible to this process.
+        dtype: dtype in which weights are sent.
+        log_file: file to which the engine's output is appended.
+        url: URL of an engine served elsewhere; "" if the trainer starts the engine.
+        weight_folder: folder for weights that are sent as files, if no faster transport connects trainer and engine.
+        can_sleep: whether the engine shares its device with an actor, and sleeps during updates.
         bucket_bytes: see :func:`~rlightning.rollout.weights.plan_chunks`.
-        start_timeout: seconds in which the engine must be up.
-        hang_timeout: seconds without a heartbeat until it counts as dead; at most ``intervals.ENGINE_PROGRESS_TIMEOUT``
-            while it samples, after its first samples.
-        environment: additional environment variables of its process.
-        files: of the model, as the trainer has read them; None in ``rlightning serve``.
-        copies: contents by name of the model folder's files other than weights, to start an engine again if the folder
-            has been deleted.
+        start_timeout: maximum seconds until the engine is up.
+        hang_timeout: seconds without a heartbeat after which the engine counts as dead; at most
+            ``intervals.ENGINE_PROGRESS_TIMEOUT`` while it samples, except for its first samples.
+        environment: additional environment variables of the engine's process.
+        files: the model's files, as the trainer has read them; None in ``rlightning serve``.
+        copies: contents, by name, of the model folder's files other than weights, with which an engine can be restarted
+            after the folder was deleted.
     """
 
     engine_args: EngineArguments
@@ -61,5 +61,5 @@ class EngineConfig:
 
     @property
     def worker_devices(self) -> Sequence[str]:
-        """A host-wide unique name of each worker's device (:attr:`UpdatableEngine.worker_devices`)."""
+        """The name of each worker's device, unique over all hosts (:attr:`UpdatableEngine.worker_devices`)."""
         return self.visible_devices or ("",) * int(self.engine_args.get("tensor_parallel_size") or 1)

@@ -45,17 +45,17 @@ BUSY = "it serves another trainer"
 
 
 class EngineConnection(ABC):
-    """Calls methods of an engine. Any thread may use it; calls run on the background event loop.
+    """Calls methods of an engine. It may be used from any thread; calls run on the background event loop.
 
-    Calls before the engine is up wait for it. After its end every call fails with the same error. It implements
-    :class:`~rlightning.rollout.weights.driver.UpdatableEngine` for weight updates.
+    Calls before the engine is up wait for the engine. After its end every call fails with the same error. This class
+    implements :class:`~rlightning.rollout.weights.driver.UpdatableEngine` for weight updates.
 
     Args:
-        config: of the engine.
+        config: configuration of the engine.
 
     Attributes:
-        death: the error that calls fail with.
-        ready: future of the engine's facts, done when it is up.
+        death: the error with which calls fail; None while the engine is alive.
+        ready: future of the engine's facts, done when the engine is up.
         ended: future of the error, done when the engine is dead and every call has failed.
     """
 
@@ -66,7 +66,7 @@ class EngineConnection(ABC):
         self.ended: Future[EngineError] = Future()
         self._is_closing = False
         self._has_sampled = False
-        self._num_calls = Counter[bool]()  # under way, by whether they sample
+        self._num_calls = Counter[bool]()  # running calls, by whether they sample
         self._calls: set[asyncio.Future[Any]] = set()
         self._is_up, self._is_over = asyncio.Event(), asyncio.Event()
         self._peer: Peer | None = None
@@ -82,7 +82,7 @@ class EngineConnection(ABC):
         """Connect to the process that runs the engine.
 
         Raises:
-            EngineError: it cannot be reached or started.
+            EngineError: the engine cannot be reached or started.
         """
 
     @abstractmethod
@@ -91,11 +91,11 @@ class EngineConnection(ABC):
 
     @abstractmethod
     async def _end(self, how: str) -> EngineError:
-        """Clean up after the engine; return the error with which all calls fail. ``how`` says how it ended."""
+        """Clean up after the engine's end; return the error with which calls fail. ``how`` is a clause on its end."""
 
     @abstractmethod
     def _terminate(self) -> None:
-        """Kill at once the processes that this process has started for the engine."""
+        """Immediately kill the processes that this process has started for the engine."""
 
     # Calls
 
@@ -105,7 +105,8 @@ class EngineConnection(ABC):
         Cancelling the future cancels the call, before the engine receives any later call.
 
         Returns:
-            A future; it fails with EngineDiedError if the engine died, with another EngineError if it refused.
+            A future; it fails with an EngineDiedError if the engine died, with another EngineError if the engine
+            rejected the call.
         """
         if self.death is not None:
             answer: Future[Any] = Future()
@@ -133,13 +134,13 @@ class EngineConnection(ABC):
         except ConnectionLostError:
             await self._is_over.wait()
             assert self.death is not None
-            raise self.death.with_traceback(None) from None  # all calls get the same one
+            raise self.death.with_traceback(None) from None  # all calls raise the same object
         finally:
             self._calls.discard(task)
 
     @property
     def worker_devices(self) -> Sequence[str]:
-        """A host-wide unique name of each worker's device (:attr:`UpdatableEngine.worker_devices`)."""
+        """The name of each worker's device, unique over all hosts (:attr:`UpdatableEngine.worker_devices`)."""
         return self.config.worker_devices
 
     def open_weight_receivers(self, receivers: list[bytes]) -> "Future[None]":
@@ -147,7 +148,7 @@ class EngineConnection(ABC):
         return self.submit("open_weight_receivers", receivers)
 
     def receive_weights(self, chunk: int) -> "Future[list[str]]":
-        """Load a chunk of weights; return faults after the last one (:meth:`UpdatableEngine.receive_weights`)."""
+        """Load a chunk of weights; return errors after the last chunk (:meth:`UpdatableEngine.receive_weights`)."""
         return self.submit("receive_weights", chunk)
 
     def finish_weight_update(self, version: int, keeps_cache: bool) -> "Future[None]":
@@ -171,7 +172,7 @@ class EngineConnection(ABC):
         background_loop().submit(self._live())
 
     async def _live(self) -> None:
-        """Connect, serve calls until the engine ends, and make all further calls fail."""
+        """Connect to the engine, serve calls until it ends, and make all further calls fail."""
         error: EngineError | None = None
         how = "died"
         try:
@@ -203,7 +204,7 @@ class EngineConnection(ABC):
             self.ended.set_result(self.death)
 
     async def _run(self) -> str:
-        """Wait for the engine's end, and return how it ended."""
+        """Wait until the engine ends, and return how it ended."""
         peer = self._peer = await self._connect()
         try:
             facts = await self._start(peer)
@@ -228,13 +229,13 @@ class EngineConnection(ABC):
             self._use.cancel()
 
     def _describe(self, lost: ConnectionLostError) -> str:
-        """Return how a connection was lost: "died", unless this end has closed it."""
+        """Return how a connection was lost: "died", unless this side has closed the connection."""
         text = str(lost).removeprefix(f"{NAME}: ")
         return text if text.startswith("gave no heartbeat") else "died"
 
     @contextmanager
     def _counted(self, is_sampling: bool) -> Iterator[None]:
-        """Count a call as running within the context."""
+        """Context manager during which a call counts as running."""
         self._num_calls[is_sampling] += 1
         self._limit_silence()
         try:
@@ -244,7 +245,7 @@ class EngineConnection(ABC):
             self._limit_silence()
 
     def _limit_silence(self) -> None:
-        """Set the heartbeat timeout: loading weights, or compiling for the first samples, may take long."""
+        """Set the heartbeat timeout: it is longer while weights load, or the engine compiles for its first samples."""
         if self._peer is None:
             return
         timeout = self.config.hang_timeout
@@ -254,7 +255,7 @@ class EngineConnection(ABC):
 
 
 class ServedEngine(EngineConnection):
-    """An engine at a URL, started elsewhere by ``rlightning serve``.
+    """An engine served at a URL by ``rlightning serve``.
 
     The constructor returns at once; connecting is retried for ``config.start_timeout`` seconds.
     """
@@ -302,7 +303,7 @@ class ServedEngine(EngineConnection):
                 )
             if is_first:
                 log.warning(
-                    "The engine at %s cannot be reached yet: %s. Trying for %.0f s.", url, reason, deadline.remaining
+                    "The engine at %s cannot be reached yet: %s. Retrying for %.0f s.", url, reason, deadline.remaining
                 )
             await asyncio.sleep(min(intervals.RECONNECT_INTERVAL, deadline.remaining))
 
@@ -322,4 +323,4 @@ class ServedEngine(EngineConnection):
         return EngineDiedError(f"The engine at {self.config.url} {how}.")
 
     def _terminate(self) -> None:
-        """Do nothing: a served engine continues, for other trainers."""
+        """Do nothing: a served engine keeps running, for other trainers."""

@@ -18,7 +18,7 @@ CHANGES_NUMBERS = re.compile(r"(^|\.)(quantization_config|compression_config|rop
 
 
 class EngineFacts(TypedDict, total=False):
-    """Facts about an engine: the model's files that it has read, versions of packages, and its settings."""
+    """Facts about an engine: the files of the model that it has read, package versions, and settings."""
 
     rlightning: str
     transformers: str
@@ -40,9 +40,9 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
     """Check that an engine has the settings and the model's files that the run needs.
 
     Raises:
-        EngineStartError: names each difference, the engine's value and the needed one.
+        EngineStartError: names each difference, with the engine's value and the required one.
     """
-    if config.files is None:  # the engine serves others only
+    if config.files is None:  # the engine serves only other trainers
         return
     arguments = config.engine_args
     size = int(arguments.get("tensor_parallel_size") or 1)
@@ -52,7 +52,7 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
         wanted["device"] = config.device.type  # NCCL connects CUDA devices, and gloo CPUs
     pairs = [(name, engine.get(name, MISSING), value) for name, value in wanted.items()]
     read, facts = engine.get("files", {}), config.files.facts
-    # Another version of transformers may know further keys, each at a value that changes nothing.
+    # Another version of transformers may have further keys, each with a value that has no effect.
     names = [
         name
         for name in (*facts, *sorted(read.keys() - facts.keys()))
@@ -63,7 +63,7 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
     length = arguments["max_model_len"]
     if engine.get("max_model_len", 0) < length:
         differences.append(f"max_model_len {engine.get('max_model_len')}, not {length} or more")
-    # An engine that adds an adapter takes base and adapter apart, one that does not takes what they make together.
+    # An engine with an adapter receives base and adapter separately, any other engine the merged weights.
     room, needed = engine.get("adapter_rank", 0), arguments["max_lora_rank"] if config.has_adapter else 0
     if room < needed or (room and not needed):
         differences.append(f"room for adapters of rank {room}, not {needed}")
@@ -78,7 +78,7 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
 
 
 def _own_version() -> str:
-    """Return the version of the installed package; None for a source tree on the path."""
+    """Return the version of the installed package; None if it is imported from a source tree."""
     try:
         return version("rlightning")
     except PackageNotFoundError:

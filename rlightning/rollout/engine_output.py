@@ -1,4 +1,4 @@
-"""The raw output of one sample, before it is made a :class:`~rlightning.types.Sample`."""
+"""The raw output of one sample, before it is converted to a :class:`~rlightning.types.Sample`."""
 
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict
@@ -18,9 +18,10 @@ class EngineOutput(TypedDict):
         token_ids: [C].
         logprobs: [C], under the distribution that each token was drawn from.
         weight_versions: [C], the version of the weights that sampled each token.
-        end: the stop token or stop string that ended it; None if it reached its maximum length.
+        end: the stop token or stop string that ended the sample; None if it reached its maximum length.
         num_cached_tokens: tokens of the prompt that were in the engine's prefix cache.
-        supports: the token ids that each token was drawn from, concatenated, and their number for each token.
+        supports: for truncated sampling the token ids from which each token was drawn, concatenated, and their number
+            for each token.
     """
 
     token_ids: Integers

@@ -1,6 +1,6 @@
 """All engines of a run as one sampler, on rank 0: each request goes to the least loaded engine.
 
-An engine serves while it holds the current weights. Requests of an engine that dies are repeated by other engines, or
+An engine serves while it has the current weights. Requests of an engine that dies are repeated by other engines, or
 wait until an engine serves again. Each rank starts its own engines and sends them weights
 (:mod:`~rlightning.rollout.rank_engines`).
 """
@@ -37,9 +37,9 @@ class PooledEngine:
     """An engine of the pool.
 
     Attributes:
-        load: number of completions that it is sampling.
-        is_serving: whether it receives requests.
-        num_starts: how often it has begun to serve.
+        load: number of completions that the engine is sampling.
+        is_serving: whether the engine receives requests.
+        num_starts: how often the engine has begun to serve.
     """
 
     def __init__(self, engine: TokenSampler) -> None:
@@ -50,7 +50,7 @@ class PooledEngine:
         self._idle_seconds = 0.0
 
     def update_idle_time(self) -> None:
-        """Add the time since the last call to the idle time, if the engine was serving without requests."""
+        """Add the time since the last call to the idle time, if the engine was serving and had no requests."""
         now = time.monotonic()
         if self._idle_since is not None:
             self._idle_seconds += now - self._idle_since
@@ -64,13 +64,13 @@ class PooledEngine:
 
 
 class EnginePool:
-    """Samples from several engines; an engine raises EngineDiedError if it is dead.
+    """Samples from several engines, each of which raises an EngineDiedError once it is dead.
 
     All methods belong to one event loop; :attr:`num_serving` may be read anywhere.
 
     Args:
-        engines: of all ranks.
-        on_death: called when a request finds its engine dead.
+        engines: the engines of all ranks.
+        on_death: called when a request fails because its engine is dead.
     """
 
     def __init__(self, engines: Mapping[EngineId, TokenSampler], on_death: Callable[[], None]) -> None:
@@ -105,11 +105,11 @@ class EnginePool:
         self.set_serving({one for one, member in self.members.items() if member.is_serving} - set(engine_ids))
 
     def take_idle_seconds(self) -> float:
-        """Return the seconds that serving engines were idle since the last call, the mean over engines."""
+        """Return the seconds for which serving engines had no request since the last call, averaged over engines."""
         return sum(member.take_idle_seconds() for member in self.members.values()) / len(self.members)
 
     def take_prefix_cache(self) -> PrefixCacheUse:
-        """Return the counts of prompt tokens and of cached ones since the last call."""
+        """Return the numbers of prompt tokens, and of cached ones, since the last call."""
         total = PrefixCacheUse()
         for member in self.members.values():
             if has(member.engine, CountsPrefixCache):
@@ -125,10 +125,10 @@ class EnginePool:
         session: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`; a session's requests go to one engine while it lives.
+        """Sample from an engine (:meth:`TokenSampler.sample`), for a session from the same one as long as it is alive.
 
         Raises:
-            StreamLostError: the engine died after the first tokens; another engine might sample different ones.
+            StreamLostError: the engine died after the first tokens; another engine might sample different tokens.
         """
         has_begun = False
 
@@ -147,7 +147,7 @@ class EnginePool:
         return await self._request(request, num_samples, session)
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """See :class:`~rlightning.rollout.sampler.TokenSampler`."""
+        """Return log-probabilities from an engine (:meth:`TokenSampler.score`)."""
         return await self._request(lambda engine: engine.score(token_ids), 1, None)
 
     async def _request(self, request: Callable[[TokenSampler], Awaitable[T]], load: int, session: str | None) -> T:
@@ -167,7 +167,7 @@ class EnginePool:
                 member.update_idle_time()
 
     def _select(self, session: str | None) -> PooledEngine:
-        """Return the engine of a session, else the least loaded one."""
+        """Return the engine of a session, or else the least loaded engine."""
         if session is None:
             return self._least_loaded()
         member = self._engine_by_session.pop(session, None)

@@ -5,7 +5,7 @@
     rank 0                              rank r                      engine process
       EnginePool --> RemoteEngine ---tcp---> EngineRelay ---> Engine --->  VLLMServer
 
-An engine has one connection, to its own rank, which starts it, sends it weights, and reports how it died.
+An engine has one connection, to its own rank, which starts the engine, sends it weights, and reports how it died.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class EngineRelay:
         self._server = rpc.background_loop().run(self._start(listener, key))
 
     def wait_until_idle(self) -> None:
-        """Wait until no request is relayed, for a moment at most: rank 0 has cancelled what it does not need."""
+        """Wait briefly until no request is being relayed: rank 0 has cancelled the requests that it does not need."""
         deadline = Deadline(intervals.CANCEL_GRACE)
         while self._num_requests and not deadline.is_over:
             time.sleep(intervals.TRANSFER_POLL_INTERVAL)
@@ -69,7 +69,7 @@ class EngineRelay:
 
 
 class RemoteEngine(EngineSampler):
-    """An engine of another rank, which rank 0 samples from."""
+    """An engine of another rank, as a sampler on rank 0."""
 
     def __init__(self, relay: "RelayConnection", engine_id: EngineId, files: ModelFiles) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class RelayConnection:
         self._lock = asyncio.Lock()
 
     async def request(self, number: int, method: str, *arguments: object) -> object:
-        """Call a method of the rank's engine ``number``, on the background event loop."""
+        """Call a method of engine ``number`` of the other rank, on the background event loop."""
         peer = await self.connect()
         return await peer.call("request", number, method, *arguments)
 
@@ -121,7 +121,7 @@ class RelayConnection:
 
 
 class EngineNetwork:
-    """Connects rank 0 to the engines of all ranks. Every rank makes one, with its engines, and closes it with them.
+    """Connects rank 0 to the engines of all ranks. Each rank creates one for its engines, and closes it with them.
 
     Attributes:
         engines: on rank 0 the engines of all ranks; empty on other ranks.
@@ -137,7 +137,7 @@ class EngineNetwork:
             key, hosts = gathered[COLLECTOR_RANK][0], {host for _, host in gathered}
             if engines and global_rank() != COLLECTOR_RANK:
                 own = "127.0.0.1"
-                if len(hosts) > 1:  # the address on the way to rank 0's host; the port does not matter
+                if len(hosts) > 1:  # the address from which rank 0's host is reached; the port does not matter
                     own = find_own_address(os.environ.get("MASTER_ADDR", own), 9)
                 self._relay = EngineRelay(engines, own, key)
         relay = None if self._relay is None else (self._relay.url, len(engines))
@@ -155,7 +155,7 @@ class EngineNetwork:
                 self.engines |= {engine_id: RemoteEngine(connection, engine_id, files) for engine_id in ids}
 
     def wait_until_idle(self) -> None:
-        """Wait until this rank relays no request; called before its engines sleep."""
+        """Wait until this rank relays no request; called before the rank's engines sleep."""
         if self._relay is not None:
             self._relay.wait_until_idle()
 

@@ -35,13 +35,13 @@ def check_host(num_workers: int) -> None:
 
 
 def describe_host() -> str:
-    """Describe scarce resources of the host that may have kept an engine from starting; "" if there are none."""
+    """Return sentences about scarce resources that may have kept an engine from starting; "" if there are none."""
     problems = (describe_shared_memory(SCARCE_SHARED_BYTES), describe_open_files(), describe_network())
     return " ".join(problem for problem in problems if problem is not None)
 
 
 def describe_shared_memory(needed: int) -> str | None:
-    """Describe a /dev/shm with less than ``needed`` bytes free; None if it has enough."""
+    """Return a sentence if /dev/shm has less than ``needed`` bytes free; None if it has enough."""
     try:
         found = os.statvfs(SHARED_MEMORY)
     except OSError as error:
@@ -57,7 +57,7 @@ def describe_shared_memory(needed: int) -> str | None:
 
 
 def describe_open_files() -> str | None:
-    """Describe a limit on open files that is too low; None if it is high enough, or can be raised."""
+    """Return a sentence if the limit on open files is too low and cannot be raised; else None."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES:
         return None
@@ -68,7 +68,7 @@ def describe_open_files() -> str | None:
 
 
 def describe_network() -> str | None:
-    """Describe a missing loopback interface, which connects an engine's processes; None if there is one."""
+    """Return a sentence if the loopback interface, which connects an engine's processes, is missing; else None."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=intervals.CONNECT_TIMEOUT).close()
@@ -85,5 +85,5 @@ def raise_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(WANTED_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -6,11 +6,11 @@
               ^          |          |
               +----------+----------+   requeue_stale, requeue_changed, requeue_all
 
-A token's staleness is the number of updates between the weights that sampled it and those that it updates: at weight
-version v every token of a selected group has a version of at least v - max_staleness. Groups with the oldest tokens are
-selected first. A step waits, within limits, for groups that would be too old for the next one: requeueing wastes what
-was sampled, mostly of long completions. Groups that were sampled with other settings than the step's, such as groups
-of another size in a resumed run, are requeued too.
+A token's staleness is the number of updates between the weights that sampled it and the weights that are updated with
+it: at weight version v every token of a selected group has a version of at least v - max_staleness. Groups with the
+oldest tokens are selected first. A step waits, within limits, for groups that would be too stale for the next step:
+requeueing drops sampled tokens, mostly of long completions. Groups that were sampled with other settings than the
+step's, such as groups of another size in a resumed run, are requeued too.
 """
 
 import logging
@@ -48,16 +48,18 @@ SavedGroups = dict[str, list[SavedGroup]]
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """One prompt and its trajectories.
+    """One prompt with its trajectories.
 
     Attributes:
-        prompt: that is completed.
-        stream: number of its random stream; each attempt has another one.
-        number: its position in the order in which groups were added.
-        first_weight_version: the oldest version that sampled one of its tokens; None if it has no tokens, or waits.
-        trajectories: None until all of them have ended.
-        settings: with which it is sampled (:func:`~rlightning.rollout.sampler.sampling_settings`); None if it waits.
-        saved: its unfinished trajectories in a checkpoint, as plain types; None if there are none.
+        prompt: the prompt to complete.
+        stream: number of the group's random stream, which changes with each attempt.
+        number: position in the order in which groups were added.
+        first_weight_version: the oldest version that sampled one of the group's tokens; None without tokens, or while
+            the group waits.
+        trajectories: the finished trajectories; None until all have ended.
+        settings: settings with which the group is sampled (:func:`~rlightning.rollout.sampler.sampling_settings`); None
+            while it waits.
+        saved: unfinished trajectories from a checkpoint, as plain types; None if there are none.
     """
 
     prompt: Prompt
@@ -69,7 +71,7 @@ class Group:
     saved: list[Any] | None = None
 
     def requeue(self) -> None:
-        """Drop what has been sampled. With the same random stream the next attempt could take as long again."""
+        """Drop the sampled trajectories, and change the random stream, since the same one could take as long again."""
         self.first_weight_version = self.trajectories = self.settings = self.saved = None
         self.stream += SEED_OFFSET_PER_ATTEMPT
 
@@ -82,7 +84,7 @@ class InFlight:
         max_staleness: maximum staleness of a token when it is trained on, in updates.
 
     Attributes:
-        num_stale: groups that were requeued because their tokens were too old, since the last :meth:`pop_selected`.
+        num_stale: number of groups that were requeued as too stale since the last :meth:`pop_selected`.
     """
 
     max_staleness: int
@@ -131,7 +133,7 @@ class InFlight:
         self._finished.append(group)
 
     def requeue_stale(self, weight_version: int) -> list[Group]:
-        """Requeue groups whose tokens are too old for an update of this version.
+        """Requeue groups whose tokens are too stale for an update of weights of this version.
 
         Returns:
             The requeued groups that were running: their requests have to be cancelled.
@@ -159,7 +161,7 @@ class InFlight:
         running = [group for group in groups if group.trajectories is None]
         for group in groups:
             group.requeue()
-        # A step that did not end has left groups selected.
+        # An unfinished step may have left selected groups.
         self._finished = [group for group in [*self._selected, *self._finished] if group.trajectories is not None]
         self._selected = []
         return running
@@ -171,7 +173,7 @@ class InFlight:
         return len(started), self._requeue(started)
 
     def suspend(self) -> None:
-        """Requeue the running groups of which nothing is saved."""
+        """Requeue the running groups without saved progress."""
         self._requeue([group for group in self.running if group.saved is None])
 
     def select_ready(self, num_groups: int, weight_version: int, *, per_step: int, room: int) -> list[Group]:
@@ -180,11 +182,11 @@ class InFlight:
         :meth:`requeue_stale` has to be called before.
 
         Args:
-            num_groups: total number to select. If it is below ``per_step``, for a refill, no group is waited for that
-                the next step could not take: the step's first call has done so.
-            weight_version: of the weights that the groups will update.
+            num_groups: total number of groups to select. If it is below ``per_step``, as for a refill, the step does
+                not wait for groups that the next step could not take: its first call has already done so.
+            weight_version: version of the weights that the groups will update.
             per_step: number of groups that each later step takes.
-            room: number of groups that are running or finished when a step begins.
+            room: maximum number of running and finished groups at the beginning of a step.
 
         Returns:
             The newly selected groups, in no particular order.
@@ -192,7 +194,7 @@ class InFlight:
         num_due = 0 if num_groups < per_step else self._count_due(num_groups, weight_version, per_step, room)
         num_spare = len(self._selected) + len(self._finished) - num_groups
         if num_spare >= 0 and (num_due == len(self.running) or num_spare >= MAX_SURPLUS_GROUPS * num_due):
-            num_due = 0  # the engines, which run nothing else, or the trainer would wait for too long
+            num_due = 0  # otherwise the engines, which run nothing else, or the trainer would wait too long
         places = max(num_groups - num_due - len(self._selected), 0)
         self._finished.sort(key=lambda group: _first_version(group, weight_version))
         selected, self._finished = self._finished[:places], self._finished[places:]
@@ -205,10 +207,10 @@ class InFlight:
         return len(self._selected)
 
     def _count_due(self, num_groups: int, weight_version: int, per_step: int, room: int) -> int:
-        """Return how many running groups this step must wait for, because later steps could not take them all.
+        """Return the number of running groups for which this step must wait, since later steps cannot take them all.
 
         Groups whose first weight version is ``weight_version - max_staleness + n`` can be taken by this step and n
-        more. Groups in excess of what steps take (``oversample``) need not be waited for.
+        more. The step does not wait for groups that no step would take (``oversample``).
         """
         num_due = 0
         for num_steps in range(self.max_staleness):
@@ -231,14 +233,14 @@ class InFlight:
         return sorted(taken, key=lambda group: group.number)
 
     def clear(self) -> None:
-        """Remove everything, because another run begins."""
+        """Remove all groups, because another run begins."""
         self._groups, self._finished, self._selected, self._at_step_start = [], [], [], None
         self._num_added = self.num_stale = 0
 
     # Checkpoints
 
     def begin_step(self) -> None:
-        """Keep a copy of what is in flight, from which a checkpoint repeats the step if it does not end."""
+        """Keep a copy of the groups in flight, from which a checkpoint during the step repeats the step."""
         self._at_step_start = list(self._groups)
 
     def end_step(self) -> None:
@@ -246,7 +248,7 @@ class InFlight:
         self._at_step_start = None
 
     def state_dict(self, *, at_step_start: bool = True) -> SavedGroups:
-        """Return the groups in flight as plain types: finished trajectories, and prompts to complete.
+        """Return the groups in flight as plain types: finished trajectories, and prompts still to be completed.
 
         Args:
             at_step_start: in a step that has not ended, whether to return the state at its start.

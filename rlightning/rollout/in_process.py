@@ -16,11 +16,11 @@ from rlightning.rpc.client import LoopThread
 
 
 class InProcessSampler:
-    """Makes a sampler of this process a :class:`~rlightning.rollout.canary.VerifiedSampler`.
+    """Adapts a sampler in this process to :class:`~rlightning.rollout.canary.VerifiedSampler`.
 
     Args:
-        sampler: that samples and scores.
-        loop: event loop of its calls.
+        sampler: the sampler.
+        loop: event loop on which its methods are called.
     """
 
     is_alive = True
@@ -51,9 +51,9 @@ class InProcessSamplers(RankSamplers):
     """The samplers of a rank in a run that samples in the trainer's process.
 
     Args:
-        samplers: rank 0's sampler; none on the other ranks.
-        dtype: that it takes weights in.
-        can_sleep: whether it shares the actor's device.
+        samplers: the sampler on rank 0; empty on other ranks.
+        dtype: dtype in which the sampler receives weights.
+        can_sleep: whether the sampler shares the actor's device.
     """
 
     samplers: Sequence[InProcessSampler]
@@ -68,18 +68,18 @@ class InProcessSamplers(RankSamplers):
         return self._can_sleep
 
     def states(self, weight_version: int) -> SamplerStates:
-        """See :meth:`RankSamplers.states`."""
+        """Return the states of this rank's samplers (:meth:`RankSamplers.states`)."""
         versions = [one.weight_version for one in self.samplers]
         serving = [number for number, version in enumerate(versions) if version == weight_version]
         return SamplerStates(len(serving) < len(versions), serving, len(versions), len(versions))
 
     def sleep_before_sync(self) -> None:
-        """See :meth:`RankSamplers.sleep_before_sync`."""
+        """Free a sampler's memory before a sync (:meth:`RankSamplers.sleep_before_sync`)."""
         for one in self.samplers:
             one.sampler.sleep()
 
     def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
-        """See :meth:`RankSamplers.send_weights`."""
+        """Send the actor's weights to the sampler (:meth:`RankSamplers.send_weights`)."""
         for one in self.samplers:
             one.sampler.wake()
             one.sampler.update_weights(source, weight_version)
@@ -87,14 +87,14 @@ class InProcessSamplers(RankSamplers):
             send_shards(source, self._dtype)
 
     def activate_weights(self, weight_version: int) -> None:
-        """See :meth:`RankSamplers.activate_weights`: it samples from them at once."""
+        """Set the weight version; the sampler already uses the weights (:meth:`RankSamplers.activate_weights`)."""
         for one in self.samplers:
             one.weight_version = weight_version
 
 
 @torch.no_grad()
 def send_shards(source: WeightSource, dtype: torch.dtype) -> None:
-    """Take part in :meth:`Sampler.update_weights` of rank 0, on a rank without a sampler: send this rank's shards."""
+    """Take part in rank 0's :meth:`Sampler.update_weights` on a rank without a sampler: send this rank's shards."""
     weights = [tensor for _, tensor in source.named_weights()]
     nothing = [torch.empty(0, dtype=dtype, device="meta") for _ in weights]
     gather_into(nothing, weights, destination=COLLECTOR_RANK)

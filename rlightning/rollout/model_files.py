@@ -1,4 +1,4 @@
-"""A model's files other than its weights, which the trainer and all of its engines must read alike."""
+"""A model's files other than its weights, of which trainer and engines must have read the same content."""
 
 import hashlib
 import json
@@ -27,8 +27,8 @@ class ModelFiles:
 
     Attributes:
         tokenizer: decodes completions.
-        end_token_ids: tokens that end a completion, by the tokenizer and by the generation configuration.
-        facts: plain values by name that an engine must have read alike.
+        end_token_ids: tokens that end a completion, according to tokenizer and generation configuration.
+        facts: plain values, by name, that must be equal in trainer and engines.
     """
 
     tokenizer: Tokenizer
@@ -37,15 +37,15 @@ class ModelFiles:
 
     @classmethod
     def read(cls, model: str, *, trust_remote_code: bool = False) -> "ModelFiles":
-        """Read a model's files by transformers alone, since an engine's process does not import the actor's code.
+        """Read a model's files with transformers alone, since an engine's process does not import the actor's code.
 
         Args:
             model: a folder, or a name on the Hugging Face hub.
-            trust_remote_code: whether code that the model brings may run.
+            trust_remote_code: whether the model's own Python code may run.
 
         Raises:
-            ConfigError: if it needs code that is not trusted.
-            OSError, ValueError: if the configuration or the tokenizer cannot be read.
+            ConfigError: the model needs code that is not trusted.
+            OSError, ValueError: the configuration or the tokenizer cannot be read.
         """
         config = read_config(model, trust_remote_code=trust_remote_code)
         tokenizer = read_tokenizer(model, trust_remote_code=trust_remote_code)
@@ -62,13 +62,13 @@ class ModelFiles:
             "end_token_ids": sorted(end_token_ids),
             "tokenizer": digest_tokenizer(tokenizer),
         }
-        # As JSON, in which an engine tells its own.
+        # As JSON, in which an engine reports its facts.
         facts = json.loads(json.dumps(facts, default=str))
         return cls(tokenizer, tuple(sorted(end_token_ids)), facts)
 
 
 def read_copies(model: str) -> dict[str, bytes]:
-    """Return a local folder's files other than weights, each at most ``LARGEST_COPY`` bytes; none for a hub's name."""
+    """Return a local folder's files other than weights, each at most ``LARGEST_COPY`` bytes; empty for a hub name."""
     folder = Path(model)
     if not folder.is_dir():
         return {}
@@ -85,7 +85,7 @@ def load_generation_config(model: str, config: PreTrainedConfig) -> GenerationCo
 
 
 def digest_tokenizer(tokenizer: Tokenizer) -> str:
-    """Return a digest of all that affects how a tokenizer encodes and decodes."""
+    """Return a digest of everything that affects how a tokenizer encodes and decodes."""
     is_fast = has(tokenizer, HasBackend)
     content = tokenizer.backend_tokenizer.to_str() if is_fast else repr(sorted(tokenizer.get_vocab().items()))
     return hashlib.blake2b(content.encode(), digest_size=6).hexdigest()

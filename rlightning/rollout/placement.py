@@ -1,4 +1,4 @@
-"""The rank that samples from the engines, and the devices that an engine runs on, by CUDA's names."""
+"""The devices on which engines run, by names that are valid for CUDA on the whole host."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ trainer's process.
 
 
 def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
-    """The names of the devices of ranks that share an engine, independent of each rank's ``CUDA_VISIBLE_DEVICES``."""
+    """Return the names of the devices of ranks that share an engine, whatever each rank's ``CUDA_VISIBLE_DEVICES``."""
     if own.type != "cuda":
         return ()
     name = _name(own)
@@ -32,7 +32,7 @@ def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
 
 
 def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -> list[tuple[str, ...]]:
-    """Return for each standalone engine devices that no rank of this host uses; surplus engines share them in turn.
+    """Return, for each standalone engine, devices that no rank of this host uses; surplus engines share in turn.
 
     Args:
         own: this rank's device.
@@ -40,7 +40,7 @@ def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -
         devices_per_engine: number of devices of an engine.
 
     Raises:
-        ConfigError: if there are too few free devices for one engine.
+        ConfigError: there are too few free devices for one engine.
     """
     host = socket.gethostname()
     taken = {name for other, name in gather_objects((host, _name(own)), name="devices") if other == host}

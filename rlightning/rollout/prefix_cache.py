@@ -1,4 +1,4 @@
-"""Counts of prompt tokens that an engine found in its prefix cache."""
+"""Counts of the prompt tokens that an engine found in its prefix cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ class PrefixCacheUse:
     num_cached: int = 0
 
     def count(self, token_ids: Sequence[int], outputs: Sequence[EngineOutput]) -> None:
-        """Count a request.
+        """Add the counts of a request.
 
         Args:
             token_ids: [P], the prompt.
-            outputs: of the request's samples.
+            outputs: outputs of the request's samples.
         """
         self.num_tokens += len(token_ids)
         self.num_cached += outputs[0].get("num_cached_tokens", 0)
@@ -46,4 +46,4 @@ class CountsPrefixCache(Protocol):
 
     @property
     def prefix_cache(self) -> PrefixCacheUse:
-        """The counts since they were last taken."""
+        """The counts since the last :meth:`PrefixCacheUse.take`."""

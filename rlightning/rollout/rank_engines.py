@@ -41,23 +41,23 @@ MAX_RESTARTS = 1
 
 
 class RankEngines(RankSamplers):
-    """The engines of this rank. Every rank makes one, and all ranks call the same methods in the same order.
+    """The engines of this rank. Each rank creates one, and all ranks call the same methods in the same order.
 
-    A dead engine is restarted at the next weight sync, once a step. The run continues without engines that die twice in
-    a step, or cannot be restarted, as long as another engine is left.
+    A dead engine is restarted at the next weight sync, at most once in a step. The run continues without engines that
+    die twice in a step, or cannot be restarted, as long as another engine is left.
 
     Args:
-        configs: of this rank's engines; on ranks without engines, which only send weights, of rank 0's.
-        engines: this rank's.
-        make_sender: makes the sender of the weights.
-        is_colocated: whether engines share devices with actors. The run then waits until all are up, and sends weights
-            only while none of them samples.
+        configs: configurations of this rank's engines; on ranks without engines, which only send weights, of rank 0's.
+        engines: this rank's engines.
+        make_sender: creates the sender of the weights.
+        is_colocated: whether engines share devices with actors. The run then waits until all engines are up, and sends
+            weights only while none of them samples.
         is_shared: whether ranks share an engine.
         keeps_cache: see :class:`~rlightning.rollout.weights.driver.WeightUpdater`.
 
     Attributes:
         updated: engines that were sent weights in the last sync.
-        pause_seconds: for which the last weight sync paused engines that were sampling.
+        pause_seconds: seconds for which the last weight sync paused engines that were sampling.
     """
 
     samplers: list[Engine]
@@ -80,7 +80,7 @@ class RankEngines(RankSamplers):
         self._make_sender = make_sender
         self._updater: WeightUpdater | None = None
         self._restarts = [RestartPolicy(MAX_RESTARTS) for _ in engines]
-        self._lost: dict[int, EngineError] = {}  # engines that are not started again, by number
+        self._lost: dict[int, EngineError] = {}  # indices of the engines that are not restarted
         self._sent: dict[Engine, EngineConnection] = {}
         self._is_pausing = self._has_served = self._has_waited = False
 
@@ -97,10 +97,10 @@ class RankEngines(RankSamplers):
             engine.start()
 
     def wait_for_first(self) -> None:
-        """Wait until the first of the started engines is up, or has failed.
+        """Wait until the first of the started engines is up or has failed.
 
         Raises:
-            EngineStartError: this engine could not start.
+            EngineStartError: that engine could not start.
         """
         starts = [engine.ready for engine in self.samplers if engine.process is not None]
         for start in wait(starts, return_when=FIRST_COMPLETED).done:
@@ -109,12 +109,12 @@ class RankEngines(RankSamplers):
 
     @property
     def living(self) -> list[Engine]:
-        """Engines that run, or will be started again."""
+        """Engines that run, or that will be restarted."""
         return [engine for number, engine in enumerate(self.samplers) if number not in self._lost]
 
     @property
     def dead(self) -> list[int]:
-        """Numbers of the engines that have died and will be started again."""
+        """Indices of the engines that have died and will be restarted."""
         return [n for n, engine in enumerate(self.samplers) if n not in self._lost and not engine.is_alive]
 
     @property
@@ -125,10 +125,10 @@ class RankEngines(RankSamplers):
         return bool(starting) and (self.is_colocated or not has_one)
 
     def wait_for_start(self) -> None:
-        """Block until all engines of this rank are up or dead; until one is up, if they are standalone.
+        """Block until each engine of this rank is up or dead; with standalone engines, until one is up.
 
         The first call also waits up to ``intervals.ENGINE_START_GRACE`` seconds for the other standalone engines, since
-        otherwise the first one would get all requests.
+        otherwise the first engine would get all requests.
         """
         while starting := [engine.ready for engine in self.living if engine.is_alive and not engine.is_up]:
             if not self.is_colocated and any(engine.is_up for engine in self.living):
@@ -139,7 +139,7 @@ class RankEngines(RankSamplers):
         self._has_waited = True
 
     def needs_sync(self) -> bool:
-        """Whether a weight sync would bring an engine of this rank back into use, while others may be sampling."""
+        """Whether an engine of this rank needs weights to serve again, as after a restart, even while others sample."""
         if self.is_colocated:
             return False
         return bool(self.dead) or any(engine.is_up and engine.weight_version is None for engine in self.living)
@@ -171,17 +171,17 @@ class RankEngines(RankSamplers):
             log.warning("%s is not restarted: %s", self._describe(number), error.line)
 
     def reset_restart_budget(self) -> None:
-        """Allow each engine one more restart; called when a step begins, and when it has ended."""
+        """Allow one more restart of each engine; called at the beginning and at the end of a step."""
         for policy in self._restarts:
             policy.reset()
 
     def sleep(self) -> None:
-        """Have the engines give their devices' memory back. One that dies meanwhile is found at the next sync."""
+        """Have the engines free their device memory. An engine that dies meanwhile is detected at the next sync."""
         self._sleep([engine for engine in self.samplers if engine.is_alive])
         self._synchronize("engine sleeps")
 
     def sleep_before_sync(self) -> None:
-        """Have engines that hold weights give their memory back, so that a weight sync of others has it."""
+        """Have engines with weights free their memory, which a weight sync of other engines needs."""
         self._sleep([engine for engine in self.samplers if engine.weight_version is not None])
 
     def _sleep(self, engines: Sequence[Engine]) -> None:
@@ -192,12 +192,12 @@ class RankEngines(RankSamplers):
                     done.result()
                 except EngineDiedError as error:
                     number = self.samplers.index(engine)
-                    log.warning("%s died as it went to sleep: %s", self._describe(number), error.line)
+                    log.warning("%s died while it freed its memory: %s", self._describe(number), error.line)
         finally:
-            pool.shutdown(wait=False)  # an interrupt need not wait for engines, which are ended next
+            pool.shutdown(wait=False)  # an interrupted run need not wait for engines, which are ended next
 
     def close(self) -> None:
-        """End the engines and release the bucket's memory. May be called twice, and by one rank alone."""
+        """End the engines, and release the bucket's memory. May be called twice, and on only one rank."""
         for engine in self.samplers:
             engine.close()
         if self._updater is not None:
@@ -207,7 +207,7 @@ class RankEngines(RankSamplers):
     # Weights
 
     def states(self, weight_version: int) -> SamplerStates:
-        """Return the state of this rank's engines for the other ranks."""
+        """Return the states of this rank's engines, to be sent to other ranks."""
         living = self.living
         pending = living if self.is_colocated else [engine for engine in living if engine.is_up]
         return SamplerStates(
@@ -222,15 +222,15 @@ class RankEngines(RankSamplers):
         """Send the actor's weights to each engine that lacks them; see :meth:`WeightUpdater.send_weights`.
 
         Args:
-            source: of the weights.
-            weight_version: of the weights.
-            unproven: send only to engines that have not shown yet that they apply an adapter.
+            source: source of the weights.
+            weight_version: version of the weights.
+            unproven: whether to send only to engines that have not yet been shown to apply an adapter.
         """
         adapter_source = None
         if self.config.has_adapter:
             assert has(source, HasAdapter), "its adapter is what the engines were started for"
             source = adapter_source = AdapterSource(source)
-        self._has_waited = True  # the run has begun: from here on none is waited for beside one that is up
+        self._has_waited = True  # the run has begun: from now on one engine that is up suffices
         if self._updater is None:
             self._updater = WeightUpdater(self._make_sender(source), keeps_cache=self.keeps_cache)
         stale = [engine for engine in self.living if engine.is_up and engine.weight_version != weight_version]
@@ -247,7 +247,7 @@ class RankEngines(RankSamplers):
         self._updater.send_weights(source, list(self._sent.values()))
 
     def activate_weights(self, weight_version: int) -> None:
-        """Let the engines sample from the weights that they were sent; an engine that died meanwhile has none."""
+        """Let the engines sample from the weights that were sent to them; an engine that died meanwhile has none."""
         assert self._updater is not None, "send_weights comes first"
         self._synchronize("engine takes its KV cache")
         complete = self._updater.activate_weights(weight_version)
@@ -274,8 +274,8 @@ def colocated_engines(configs: Sequence[EngineConfig], num_ranks: int = 1) -> Ra
     """Return engines on this rank's device, or one engine on the devices of several consecutive ranks.
 
     Args:
-        configs: of the engines on this rank's device, as if the rank were alone.
-        num_ranks: consecutive ranks whose devices an engine spans: its ``tensor_parallel_size``.
+        configs: configurations of the engines on this rank's device, as for a single rank.
+        num_ranks: number of consecutive ranks on whose devices an engine runs: its ``tensor_parallel_size``.
     """
     first = global_rank() // num_ranks * num_ranks
     ranks = range(first, first + num_ranks)
@@ -291,10 +291,10 @@ def colocated_engines(configs: Sequence[EngineConfig], num_ranks: int = 1) -> Ra
 
 
 def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = True) -> RankEngines:
-    """Return engines on devices of their own, which rank 0 starts.
+    """Return engines on devices that no rank uses, which rank 0 starts.
 
     Args:
-        configs: of the engines.
+        configs: configurations of the engines.
         keeps_cache: see :class:`~rlightning.rollout.weights.driver.WeightUpdater`.
     """
     return RankEngines(
@@ -307,7 +307,7 @@ def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = T
 
 
 def check_group_size(size: int) -> None:
-    """Raise ConfigError if ranks cannot be grouped by ``size``, the number of ranks that share an engine."""
+    """Raise a ConfigError if the ranks cannot be divided into groups of ``size`` that share an engine."""
     if size == 1:
         return
     hosts = gather_objects(socket.gethostname(), name="hosts")

@@ -1,4 +1,4 @@
-"""Standalone engines as Ray actors, placed by Ray with devices of their own, anywhere in the cluster.
+"""Standalone engines as Ray actors, which Ray places on separate devices anywhere in the cluster.
 
 ::
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineActor:
-    """An engine that serves one trainer after the other; the class of the Ray actors."""
+    """An engine that serves one trainer after another; the class of the Ray actors."""
 
     def __init__(self, driver: DriverContext) -> None:
         driver.enter()
@@ -62,12 +62,12 @@ class EngineActor:
         """Start the engine and serve until an exception, or until another call of this method.
 
         Args:
-            options: of the rollout.
-            module: the configured module, without weights.
-            sampling: of training completions.
-            max_prompt_tokens: of the longest prompt; None is whatever the model allows.
-            log_file: of the engine.
-            key: shared key by which trainers authenticate.
+            options: engine options of the rollout callback.
+            module: the user's module, before its weights are loaded.
+            sampling: settings of training completions.
+            max_prompt_tokens: maximum tokens of a prompt; None for the model's limit.
+            log_file: the engine's log.
+            key: shared key with which trainers authenticate.
         """
         if self._has_run:
             return
@@ -102,7 +102,7 @@ class RayEngines(Generic[C]):
         self._uses_gpus = False
 
     def check_room(self, num_workers: int, each: dict[str, float]) -> None:
-        """Check that the cluster has enough resources for the engines beside the workers.
+        """Check that the cluster has enough resources for the engines in addition to the workers.
 
         Raises:
             ConfigError: names the needed and the available resources.
@@ -124,10 +124,10 @@ class RayEngines(Generic[C]):
         """Start the engines unless they are running; return before they are up.
 
         Args:
-            module: the configured module, without weights.
-            max_prompt_tokens: of the longest prompt; None is whatever the model allows.
-            folder: for the engines' logs.
-            driver: settings of this process that the actors take over.
+            module: the user's module, before its weights are loaded.
+            max_prompt_tokens: maximum tokens of a prompt; None for the model's limit.
+            folder: folder for the engines' logs.
+            driver: settings of this process that the actors adopt.
 
         Returns:
             A copy of the callback with the engines' URLs.

@@ -22,7 +22,7 @@ PromptStream = tuple[Prompt, int]
 
 
 class RandomStreams:
-    """Draws the numbers of prompts' random streams. Every rank has one; :meth:`draw` is a collective.
+    """Draws the numbers of prompts' random streams. Each rank has an instance; :meth:`draw` is a collective.
 
     A number is unique to a prompt, a weight version and a purpose (training or validation), and to each repetition of
     the prompt, on any rank or in a refill. A resumed run draws the same numbers, on any number of ranks.
@@ -49,15 +49,15 @@ class RandomStreams:
         return numbers
 
     def assign(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> list[PromptStream]:
-        """Return each prompt with the number of its stream; without a seed, which needs no streams, with 0."""
+        """Return each prompt with the number of its stream; 0 without a seed, which needs no streams."""
         numbers = [0] * len(prompts) if sampling.seed is None else self.draw(prompts, weight_version)
         return list(zip(prompts, numbers, strict=True))
 
 
 def with_run_seed(sampling: Sampling, device: torch.device) -> Sampling:
-    """Return ``sampling`` with the seed of ``seed_everything``, unless it has one.
+    """Return ``sampling`` with the seed of ``seed_everything``, unless ``sampling`` has a seed.
 
-    On a GPU it is returned unchanged: vLLM samples seeded requests one by one there, which is slow.
+    For a GPU ``sampling`` is returned unchanged: there vLLM samples seeded requests one by one, which is slow.
     """
     is_wanted = sampling.seed is None and device.type == "cpu"
     return replace(sampling, seed=run_seed()) if is_wanted else sampling
@@ -91,11 +91,11 @@ def check_requests(prompts: Sequence[Prompt], num_samples: int, sampling: Sampli
 
 
 def check_own_limit(longest: int, sampling: Sampling) -> None:
-    """Raise ConfigError if a prompt's own ``max_new_tokens`` exceeds the run's, for which engines and memory are made.
+    """Raise a ConfigError if a prompt's own ``max_new_tokens`` exceeds the run's, for which engines are configured.
 
     Args:
         longest: the largest limit of any prompt; 0 if no prompt has one.
-        sampling: of the run.
+        sampling: settings of the run.
     """
     if longest > sampling.max_new_tokens:
         raise ConfigError(
@@ -105,7 +105,7 @@ def check_own_limit(longest: int, sampling: Sampling) -> None:
 
 
 def check_stop_tokens(sampling: Sampling, vocab_size: int) -> None:
-    """Raise ConfigError for stop tokens outside the model's vocabulary."""
+    """Raise a ConfigError for stop tokens outside of the model's vocabulary."""
     if any(token >= vocab_size for token in sampling.stop_token_ids):
         raise ConfigError(
             f"rollout.stop_token_ids={list(sampling.stop_token_ids)} must be below {vocab_size}, the size of the "

@@ -1,10 +1,10 @@
-"""What samples from the policy, whatever runs it and wherever it is.
+"""The protocols of samplers, which sample from the policy: in any process, on any device.
 
-There are two protocols, as requests come from rank 0 alone, while weights and memory may belong to any rank. A
-:class:`TokenSampler` answers requests, which is all that environments ask: vLLM's engines do it as one
+There are two protocols, since only rank 0 sends requests, while weights and memory may belong to any rank. A
+:class:`TokenSampler` answers requests, which is all that environments need: vLLM's engines do so as one
 :class:`~rlightning.rollout.engine_pool.EnginePool`, and each rank starts its own engines, sends them weights and lets
-them sleep (:class:`~rlightning.rollout.rank_engines.RankEngines`). A :class:`Sampler`, which is what a sampler of your
-own implements, is a whole one in rank 0's process, and does that for itself.
+them sleep (:class:`~rlightning.rollout.rank_engines.RankEngines`). A :class:`Sampler`, the protocol for your own
+sampler, is in rank 0's process, and also updates its weights and sleeps itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,16 +34,18 @@ class Sampling:
     Attributes:
         temperature: divides the logits, in sampler and trainer; 0 is greedy. Otherwise from 0.01 to 2.
         top_p: sample from the smallest set of tokens with this probability mass.
-        top_k: sample from this many likeliest tokens; 0 for all, or for ``MAX_SUPPORT`` with ``top_p`` or ``min_p``.
-        min_p: leave out tokens less likely than this share of the likeliest one's probability.
+        top_k: number of most likely tokens to sample from; 0 for all, or for ``MAX_SUPPORT`` with ``top_p`` or
+            ``min_p``.
+        min_p: leave out tokens with less than this share of the most likely token's probability.
         max_new_tokens: maximum tokens of a completion.
         stop: strings that end a completion, and are part of its text.
         stop_token_ids: tokens that end a completion, besides the end of sequence, and are part of its text unless the
-            tokenizer calls them special.
+            tokenizer declares them as special.
         json_schema: JSON schema, as text, that constrains completions; only a :class:`StructuredSampler` follows it.
-        seed: makes sampling repeatable; each sample has a random stream of its own, from a hash of this seed, the step
-            and the prompt.
-        returns_supports: whether samples of truncated distributions contain their supports, which training needs.
+        seed: makes sampling repeatable; each sample has its own random stream, from a hash of this seed, the step and
+            the prompt.
+        returns_supports: whether samples contain the supports of truncated distributions (the tokens that could be
+            sampled), which training needs.
     """
 
     temperature: float = 1.0
@@ -78,12 +80,12 @@ class Sampling:
 
     @property
     def effective_top_k(self) -> int:
-        """The ``top_k`` given to the sampler: ``MAX_SUPPORT`` if only ``top_p`` or ``min_p`` truncate; 0 is all."""
+        """The ``top_k`` sent to the sampler: ``MAX_SUPPORT`` if only ``top_p`` or ``min_p`` truncate; 0 for all."""
         return self.top_k or (MAX_SUPPORT if self.is_truncated else 0)
 
     @property
     def max_support(self) -> int:
-        """Maximum tokens of a support that the sampler returns; 0 if it returns none."""
+        """The most tokens that a support which the sampler returns may have; 0 if it returns no supports."""
         return min(self.effective_top_k, MAX_SUPPORT) if self.is_truncated and self.returns_supports else 0
 
     def of(self, prompt: Prompt) -> "Sampling":
@@ -98,8 +100,8 @@ def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, object]
 
     Args:
         num_samples: completions of each prompt.
-        sampling: its seed, ``json_schema`` and ``returns_supports`` are left out: completions of another seed are
-            equivalent, and a schema belongs to single requests.
+        sampling: the settings. Seed, ``json_schema`` and ``returns_supports`` are left out: completions of another seed
+            are equivalent, and a schema belongs to single requests.
     """
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(sampling).items()}
     del values["seed"], values["json_schema"], values["returns_supports"]
@@ -125,7 +127,7 @@ TakePrompts = Callable[[int], list[Prompt]]
 
 
 class Generator(Protocol):
-    """Protocol of the rollout callback, by which an RLModule gets completions of prompts. Subclass it."""
+    """Protocol of the rollout callback, through which an RLModule gets completions of prompts. Subclass it."""
 
     max_staleness: int = 0
     """Maximum staleness, in updates, of the tokens that :meth:`collect_trajectories` returns."""
@@ -148,10 +150,10 @@ class Generator(Protocol):
         on_completed: OnCompleted | None = None,
         take_prompts: TakePrompts | None = None,
     ) -> list[list[Trajectory]]:
-        """Add prompts, and return the trajectories of as many: of these, or of earlier ones that were in flight.
+        """Add prompts; return the trajectories of as many groups, perhaps of prompts that were already in flight.
 
         Args:
-            prompts: this rank's.
+            prompts: this rank's prompts.
             num_samples: trajectories of each prompt.
             sampling: settings of all requests.
             on_completed: see :data:`OnCompleted`.
@@ -160,7 +162,7 @@ class Generator(Protocol):
         return self.generate(prompts, num_samples, sampling, on_completed)
 
     def describe(self) -> str:
-        """Describe the sampler in a line for the start of a run; "" for none."""
+        """Return a line about the sampler for the start of a run; "" for none."""
         return ""
 
 
@@ -181,7 +183,7 @@ OnTokens = Callable[[int, Sequence[int]], None]
 
 
 class TokenSampler(Protocol):
-    """Answers requests to the policy; the methods may be called for many prompts at once."""
+    """Answers requests to the policy; its methods may be called concurrently for many prompts."""
 
     async def sample(
         self,
@@ -195,17 +197,17 @@ class TokenSampler(Protocol):
         """Sample continuations of one token sequence.
 
         Args:
-            token_ids: [P], what they follow.
-            sampling: how. Its seed is the request's own: sample ``i`` draws from the stream of ``seed + i``, whatever
-                else is sampled at the time.
-            num_samples: how many.
-            session: names what is likely to be followed by longer sequences that begin alike, so that they go to where
-                the keys and values of this one are.
-            on_tokens: called meanwhile, on the caller's event loop, by a sampler with partial output; not necessarily
-                for the last tokens of a sample.
+            token_ids: [P], the sequence to continue.
+            sampling: settings, with the request's own seed: sample ``i`` uses the random stream of ``seed + i``,
+                independent of other requests.
+            num_samples: number of continuations.
+            session: name for requests whose sequences extend each other, so that they go to the engine that has cached
+                their keys and values.
+            on_tokens: called with new tokens, on the caller's event loop, by a sampler that supports partial output;
+                not necessarily for the last tokens of a sample.
 
         Returns:
-            ``num_samples`` samples. Each token has its log-probability under the distribution that it was drawn from,
+            ``num_samples`` samples. Each token has its log-probability under the distribution from which it was drawn,
             that distribution's support if ``sampling.max_support`` is above 0, and the version of the weights.
 
         Raises:
@@ -225,37 +227,37 @@ class StructuredSampler(Protocol):
 
 
 def follows_schemas(sampler: TokenSampler) -> bool:
-    """Return whether a sampler follows JSON schemas; False if it is no :class:`StructuredSampler`."""
+    """Return whether a sampler follows JSON schemas; False if it is not a :class:`StructuredSampler`."""
     return sampler.follows_schemas if has(sampler, StructuredSampler) else False
 
 
 class Sampler(TokenSampler, Protocol):
-    """A :class:`TokenSampler` in rank 0's process that holds its own copy of the policy.
+    """A :class:`TokenSampler` in rank 0's process with its own copy of the policy.
 
     Attributes:
-        weight_version: version of its weights; None before the first update and while it sleeps.
+        weight_version: version of the sampler's weights; None before the first update and while it sleeps.
     """
 
     weight_version: int | None
 
     def update_weights(self, source: "WeightSource", version: int) -> None:
-        """Copy the actor's weights; called while awake, on rank 0, which has the sampler, on the trainer's thread.
+        """Copy the actor's weights; called on rank 0, on the trainer's thread, while the sampler is awake.
 
-        The other ranks meanwhile call :func:`~rlightning.rollout.in_process.send_shards`, which is one
+        Meanwhile the other ranks call :func:`~rlightning.rollout.in_process.send_shards`, which is one
         :func:`~rlightning.parallel.gathering.gather_into` of all weights to rank 0. With sharded weights this method
         must issue the same collectives: one ``gather_into`` of all of ``source.named_weights()``, in their order, with
-        ``destination=0`` and outputs of the sampler's dtype. One call for each weight would hang.
+        ``destination=0`` and outputs of the sampler's dtype. A separate call for each weight would hang.
 
         Args:
-            source: of the weights.
-            version: of the weights.
+            source: source of the weights.
+            version: version of the weights.
         """
 
     def sleep(self) -> None:
-        """Free the memory of a sampler that shares its device with an actor, weights included; else do nothing."""
+        """Free the memory, including weights, of a sampler that shares its device with an actor; else do nothing."""
 
     def wake(self) -> None:
         """Allocate the memory that :meth:`sleep` freed; called before each :meth:`update_weights`."""
 
     def close(self) -> None:
-        """End the sampler and all that it started; running requests fail. May be called twice."""
+        """End the sampler and everything that it has started; running requests fail. May be called twice."""

@@ -34,7 +34,7 @@ class Client:
     """Serves one connected trainer.
 
     Args:
-        engine: that is up.
+        engine: an engine that is up.
         restarts: the engine's restart budget, which is reset when the engine has sampled.
     """
 
@@ -43,13 +43,13 @@ class Client:
         self._unfinished: set[asyncio.Future[Any]] = set()
 
     async def serve(self, end: socket.socket, address: str) -> None:
-        """Serve until the trainer disconnects or the engine dies, and calls that must not be cut short are done."""
+        """Serve until the trainer disconnects or the engine dies, and calls that must not be interrupted are done."""
         methods = {name: partial(self._forward, name) for name in METHODS}
         peer = await rpc.Peer.open(
             end,
             {**methods, "describe": self._describe},
             name=f"the trainer at {address}",
-            heartbeat_timeout=float("inf"),  # a suspended trainer keeps its place
+            heartbeat_timeout=float("inf"),  # a suspended trainer stays connected
             check_alive=self._ping,
         )
         ended = asyncio.wrap_future(self.engine.ended)
@@ -73,7 +73,7 @@ class Client:
         await self._forward("ping")
 
     async def _forward(self, method: str, *arguments: object) -> object:
-        """Call the engine. When the trainer disconnects, sampling is cancelled; other calls end soon."""
+        """Call the engine. If the trainer disconnects, sampling is cancelled; other calls run to their end."""
         call = asyncio.ensure_future(self.engine.call(method, *arguments))
         if method not in SAMPLING_METHODS:
             self._unfinished.add(call)
@@ -86,7 +86,7 @@ class Client:
         except EngineError:
             if self.engine.death is None:
                 raise
-            # The trainer is told of it.
+            # The trainer gets the error.
             return await asyncio.Event().wait()
 
 
@@ -94,9 +94,9 @@ class EngineService:
     """Keeps an engine running, and serves one trainer at a time.
 
     Args:
-        config: of the engine.
-        listener: where trainers connect, from :func:`open_listener`.
-        key: that they must know; None serves all of this user's on this host.
+        config: configuration of the engine.
+        listener: socket to which trainers connect, from :func:`open_listener`.
+        key: key that trainers must have; None to serve all trainers of this user on this host.
     """
 
     def __init__(self, config: EngineConfig, listener: socket.socket, key: bytes | None) -> None:
@@ -136,7 +136,7 @@ class EngineService:
             await server.close()
 
     async def _start(self) -> EngineProcess:
-        """Start a new engine, and return it when it is up."""
+        """Start a new engine, and return it once it is up."""
         self._engine = EngineProcess(self.config)
         await asyncio.shield(asyncio.wrap_future(self._engine.ready))
         return self._engine
@@ -150,7 +150,7 @@ class EngineService:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 is any that is free."""
+    """Return a listening socket; port 0 stands for any free port."""
     try:
         return rpc.listen(host, port)
     except OSError as error:
@@ -158,7 +158,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def pack_arrays(value: object) -> object:
-    """Return a result whose memoryviews are arrays again, which keep their dtype in transport."""
+    """Return a result with memoryviews replaced by arrays, which keep their dtype in transport."""
     if isinstance(value, memoryview):
         return rpc.Buffer(value)
     if isinstance(value, list):

@@ -13,12 +13,13 @@ from rlightning.rollout.sampler import Sampling
 
 
 class Choice(NamedTuple):
-    """A token for each sequence.
+    """The chosen token of each sequence.
 
     Attributes:
         tokens: [N].
-        logprobs: [N], under the distribution that each was drawn from; at temperature 1 if it is greedy.
-        supports: N, the tokens of each distribution that is truncated to at most ``max_support``, else empty.
+        logprobs: [N], under the distribution from which the token was drawn; at temperature 1 for greedy sampling.
+        supports: N lists: the token ids of a distribution that is truncated to at most ``max_support`` tokens, else
+            empty.
     """
 
     tokens: Tensor
@@ -29,12 +30,12 @@ class Choice(NamedTuple):
 def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Choice:
     """Choose a token for each sequence.
 
-    Settings apply in vLLM's order: temperature, ``min_p``, ``top_k``, ``top_p``. A token depends on its sequence's
-    logits and random number alone.
+    Settings apply in vLLM's order: temperature, ``min_p``, ``top_k``, ``top_p``. A token depends only on the logits and
+    the random number of its sequence.
 
     Args:
         logits: [N, V] float32.
-        samplings: N.
+        samplings: the settings of the N sequences.
         uniforms: N random numbers in [0, 1), for inverse transform sampling; unused by greedy sequences
             (``temperature=0``).
 
@@ -55,7 +56,7 @@ def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Seque
 
 
 def find_supports(logprobs: Tensor, samplings: Sequence[Sampling]) -> list[list[int]]:
-    """Return the supports of truncated distributions [N, V]; empty for one of more than ``max_support`` tokens."""
+    """Return the token ids of each truncated distribution [V]; an empty list for more than ``max_support`` tokens."""
     supports: list[list[int]] = [[] for _ in samplings]
     if any(one.max_support for one in samplings):
         limits = torch.tensor([one.max_support for one in samplings], device=logprobs.device)
@@ -66,7 +67,7 @@ def find_supports(logprobs: Tensor, samplings: Sequence[Sampling]) -> list[list[
 
 
 def cut_distribution(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Return logits [N, V] with -inf for the tokens that a sequence's ``min_p``, ``top_k`` or ``top_p`` leave out."""
+    """Return logits [N, V] with -inf for the tokens that a sequence's ``min_p``, ``top_k`` or ``top_p`` exclude."""
     device = logits.device
     if any(one.min_p for one in samplings):
         share = torch.tensor([one.min_p for one in samplings], device=device)
@@ -80,6 +81,6 @@ def cut_distribution(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     ordered = ordered.masked_fill(torch.arange(size, device=device) >= most[:, None], -torch.inf)
     chances = ordered.softmax(-1)
     limits = torch.tensor([one.top_p for one in samplings], device=device)
-    # A token stays if those before it do not have the mass yet.
+    # A token is kept if the tokens before it do not yet have the mass.
     ordered = ordered.masked_fill((chances.cumsum(-1) - chances >= limits[:, None]) & (limits < 1)[:, None], -torch.inf)
     return torch.empty_like(logits).scatter_(1, order, ordered)

@@ -1,7 +1,7 @@
 """A sampler in the trainer's process: a Hugging Face model, on any device, without an engine.
 
-Requests are decoded with continuous batching, one token of every sequence a step, in a thread that runs while there are
-requests.
+Requests are decoded with continuous batching, one token of every sequence in each step, in a thread that runs while
+there are requests.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class _SampleRequest:
 
 @dataclass(eq=False)
 class _Sequence:
-    """One sample of a request: its tokens so far, and its random numbers, one a token, independent of the batch."""
+    """One sample of a request: its tokens so far, and a random number for each token, independent of the batch."""
 
     request: _SampleRequest
     uniforms: list[float]
@@ -71,18 +71,18 @@ class _Sequence:
 
 
 class TransformersSampler:
-    """A :class:`~rlightning.rollout.Sampler` that owns a copy of the model and decodes it in this process.
+    """A :class:`~rlightning.rollout.Sampler` with its own copy of the model, which decodes in this process.
 
     Args:
-        config: of the policy.
-        files: of the policy, for its tokenizer and end tokens.
-        device: of the copy.
-        dtype: of the copy.
+        config: configuration of the policy.
+        files: files of the policy, for its tokenizer and end tokens.
+        device: device of the copy.
+        dtype: dtype of the copy.
         max_length: maximum tokens of a sequence.
-        max_sequences: maximum number of sequences that are decoded at once; others wait.
+        max_sequences: maximum number of sequences that are decoded concurrently; others wait.
 
     Attributes:
-        weight_version: version of its weights; None before the first update and while it sleeps.
+        weight_version: version of the sampler's weights; None before the first update and while it sleeps.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class TransformersSampler:
         session: str | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sample]:
-        """See :meth:`Sampler.sample`; it gives whole samples, to any session."""
+        """Sample continuations (:meth:`Sampler.sample`), without partial output; ``session`` has no effect."""
         request = _SampleRequest(list(token_ids), sampling)
         request.sequences = [_Sequence(request, draw_uniforms(sampling, number)) for number in range(num_samples)]
         longest = len(request.token_ids) + sampling.max_new_tokens
@@ -129,9 +129,9 @@ class TransformersSampler:
             raise EngineError(f"A sequence of up to {longest} tokens is longer than the sampler's {self.max_length}.")
         with self._queue_lock:
             self._waiting.extend(request.sequences)
-        # All that is asked for in this turn of the loop begins together, whatever the thread is doing.
+        # All requests of this iteration of the event loop begin together, whatever the thread is doing.
         asyncio.get_running_loop().call_soon(self._start_work)
-        return await asyncio.wrap_future(request.done)  # a cancelled one is dropped at the next step
+        return await asyncio.wrap_future(request.done)  # a cancelled request is dropped at the next step
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Return the log-probabilities of ``token_ids`` at temperature 1: [P], 0 for the first token."""
@@ -150,7 +150,7 @@ class TransformersSampler:
         """Copy the actor's weights (:meth:`Sampler.update_weights`); running sequences continue with them.
 
         Raises:
-            EngineError: a weight is missing or unknown to the model; the sampler has no weights then.
+            EngineError: a weight is missing or unknown to the model; the sampler then has no weights.
         """
         with self._model_lock:
             self.weight_version = None
@@ -162,7 +162,7 @@ class TransformersSampler:
             self.weight_version = version
 
     def sleep(self) -> None:
-        """Free the model's memory, weights included, if it shares the actor's device."""
+        """Free the model's memory, including weights, if it shares the actor's device."""
         if not can_sleep(self.device):
             return
         with self._model_lock:
@@ -240,7 +240,7 @@ class TransformersSampler:
             self._remove(sequence)
 
     def _admit(self) -> list[_Sequence]:
-        """Admit waiting sequences in their order, as many as there is room for."""
+        """Start waiting sequences in their order, as many as the limit allows, and return them."""
         admitted: list[_Sequence] = []
         num_tokens = 0
         with self._queue_lock:
@@ -255,7 +255,7 @@ class TransformersSampler:
         return admitted
 
     def _read_prompts(self, admitted: list[_Sequence]) -> torch.Tensor:
-        """Compute each admitted prompt once; return the logits [N, V] of each sequence's first token."""
+        """Compute each new prompt once; return the logits [N, V] of each sequence's first token."""
         first = len(self._running) - len(admitted)
         requests = list(dict.fromkeys(sequence.request for sequence in admitted))
         rows: dict[_SampleRequest, list[int]] = {request: [] for request in requests}
@@ -270,7 +270,7 @@ class TransformersSampler:
         return logits[[places[sequence.request] for sequence in admitted]]
 
     def _end(self, sequence: _Sequence) -> None:
-        """Finish a sequence if its last token ends it, and its request with its last sequence."""
+        """Finish a sequence if its last token ends it; finish its request with the last sequence."""
         sampling, token = sequence.request.sampling, sequence.token_ids[-1]
         if token in self.files.end_token_ids or token in sampling.stop_token_ids:
             sequence.end = token
@@ -287,7 +287,7 @@ class TransformersSampler:
     def _find_stop(self, sequence: _Sequence) -> str | None:
         """Return the stop string that the last token has completed, if there is one."""
         stop = sequence.request.sampling.stop
-        # Each token has a byte at least, unless it is a special one, and a character four at most.
+        # Each token has at least one byte, unless it is special, and a character at most four.
         split = max(len(sequence.token_ids) - 4 * max(map(len, stop)) - CONTEXT_TOKENS, 0)
         before = sequence.request.token_ids + sequence.token_ids[:split]
         (text,) = decode_completions(self.files.tokenizer, before, [sequence.token_ids[split:]])
@@ -309,7 +309,7 @@ class TransformersSampler:
         return make_samples(self.files, request.token_ids, outputs)
 
     def _remove(self, sequence: _Sequence) -> None:
-        """Remove a sequence: the last row of the cache moves to its row."""
+        """Remove a sequence from the cache: the last row is moved to its row."""
         row, last = self._running.index(sequence), len(self._running) - 1
         if row != last:
             self._cache.move(last, row)
@@ -334,15 +334,15 @@ class TransformersSampler:
 
 
 def can_sleep(device: torch.device) -> bool:
-    """Return whether a sampler on a device frees its memory for the actor: not on a CPU."""
+    """Return whether a sampler on this device frees its memory for the actor: yes, except on a CPU."""
     return device.type != "cpu"
 
 
 def draw_uniforms(sampling: Sampling, number: int) -> list[float]:
-    """Return a sample's random numbers in [0, 1), one a token, independent of device and batch.
+    """Return a sample's random numbers in [0, 1), one for each token, independent of device and batch.
 
     Args:
-        sampling: of the request; without a seed the numbers are different in each call.
+        sampling: settings of the request; without a seed the numbers differ in each call.
         number: the sample's index in the request.
     """
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed + number

@@ -1,7 +1,7 @@
 """Weight syncs: which samplers need the actor's weights, the hooks around each sync, and its verification.
 
-The same code serves engines, by :class:`~rlightning.rollout.rank_engines.RankEngines`, and a sampler in the trainer's
-process, by :class:`~rlightning.rollout.in_process.InProcessSamplers`.
+The same code is used for engines (:class:`~rlightning.rollout.rank_engines.RankEngines`) and for a sampler in the
+trainer's process (:class:`~rlightning.rollout.in_process.InProcessSamplers`).
 """
 
 from abc import ABC, abstractmethod
@@ -24,11 +24,11 @@ class SamplerStates(NamedTuple):
     """The state of a rank's samplers before a weight sync.
 
     Attributes:
-        is_stale: whether one of them has to be sent weights.
-        serving: the numbers of those that have the current ones.
-        num_living: those that run, or will be started again.
-        num_samplers: all of them.
-        error: of the last one that will not be started again.
+        is_stale: whether a sampler of the rank needs weights.
+        serving: indices of the samplers that have the current weights.
+        num_living: number of samplers that run, or will be restarted.
+        num_samplers: number of all samplers of the rank.
+        error: error of the last sampler that will not be restarted; None if there is none.
     """
 
     is_stale: bool
@@ -39,14 +39,14 @@ class SamplerStates(NamedTuple):
 
 
 class RankSamplers(ABC):
-    """The samplers of this rank. Every rank makes one, and all ranks call the same methods in the same order.
+    """The samplers of this rank. Each rank creates one, and all ranks call the same methods in the same order.
 
-    The methods that are not abstract suit samplers that cannot die.
+    The methods that are not abstract are for samplers that cannot die.
 
     Attributes:
-        samplers: this rank's; on a rank that only sends weights, none.
-        updated: those that were sent weights last.
-        is_colocated: whether weights are sent only while none of them samples, and to all of them.
+        samplers: this rank's samplers; empty on a rank that only sends weights.
+        updated: samplers that were sent weights in the last sync.
+        is_colocated: whether weights are sent only while no sampler samples, and to all samplers.
     """
 
     samplers: Sequence[VerifiedSampler]
@@ -73,47 +73,47 @@ class RankSamplers(ABC):
         return
 
     def wait_for_start(self) -> None:
-        """Block until :attr:`is_starting` is false: enough samplers have started, or died, for the run to go on."""
+        """Block until :attr:`is_starting` is false: enough samplers have started, or died, for the run to continue."""
         return
 
     def needs_sync(self) -> bool:
-        """Return whether a weight sync would bring a sampler back into use, while others may be sampling."""
+        """Return whether a sampler needs weights to serve again, as after a restart, even while others sample."""
         return False
 
     @abstractmethod
     def states(self, weight_version: int) -> SamplerStates:
-        """Return the state of this rank's samplers for the other ranks."""
+        """Return the states of this rank's samplers, to be sent to other ranks."""
 
     @abstractmethod
     def sleep_before_sync(self) -> None:
-        """Free the memory of samplers that hold weights, since a weight sync of other samplers needs it."""
+        """Free the memory of samplers that have weights, since a weight sync of other samplers needs it."""
 
     @abstractmethod
     def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
         """Send the actor's weights to each sampler that lacks them; a collective.
 
         Args:
-            source: of the weights.
-            weight_version: of the weights.
-            unproven: send only to samplers that have not shown yet that they apply an adapter.
+            source: source of the weights.
+            weight_version: version of the weights.
+            unproven: whether to send only to samplers that have not yet been shown to apply an adapter.
         """
 
     @abstractmethod
     def activate_weights(self, weight_version: int) -> None:
-        """Let the samplers sample from the weights that they were sent; one that died meanwhile has none."""
+        """Let the samplers sample from the weights that were sent to them; one that died meanwhile has none."""
 
 
 class WeightSync:
-    """Sends the actor's weights to the samplers of all ranks. Every rank makes one, and calls it at the same points.
+    """Sends the actor's weights to the samplers of all ranks. Each rank creates one, and calls it at the same points.
 
     Args:
-        trainer: whose callbacks are told of each sync.
-        module: has the actor's weights.
-        samplers: this rank's.
-        verification: of the weights that they have been sent.
-        memory: makes room on a device that engines share with the actor; None: nothing has to.
-        pool: on rank 0, what samples from the engines of all ranks; None where those are not asked by a pool.
-        loop: that the pool belongs to.
+        trainer: the loop whose callbacks' hooks are called at each sync.
+        module: the module with the actor's weights.
+        samplers: this rank's samplers.
+        verification: verifies the weights of the samplers after a sync.
+        memory: frees memory on a device that engines share with the actor; None if that is not needed.
+        pool: on rank 0, the pool of the engines of all ranks; None on other ranks, and without a pool.
+        loop: event loop of the pool.
     """
 
     def __init__(
@@ -141,23 +141,23 @@ class WeightSync:
         samplers, version = self._samplers, self._module.weight_version
         while True:
             self._restart_dead()
-            if not samplers.is_colocated:  # they are sent weights only once they are up
+            if not samplers.is_colocated:  # weights are sent to them only once they are up
                 self._wait_for_start()
             states = gather_objects(samplers.states(version), name="weights are there")
             check_living(states)
             if not any(state.is_stale for state in states):
                 break
             if samplers.can_sleep and any(state.serving for state in states):
-                samplers.sleep_before_sync()  # they have memory that the actor needs, for the others' sync
+                samplers.sleep_before_sync()  # they use memory that the actor needs for the sync of others
             self._sync()
         if self._pool is not None and self._loop is not None:
             serving = {EngineId(rank, number) for rank, state in enumerate(states) for number in state.serving}
             self._loop.call(self._pool.set_serving, serving)
 
     def needs_sync(self) -> bool:
-        """Return, on rank 0, whether to sync weights during requests: no engine serves, or a sync would bring one back.
+        """Return, on rank 0, whether to sync during requests: no engine serves, or a restarted one needs weights.
 
-        False without a pool, as on other ranks.
+        Return False on other ranks, and without a pool.
         """
         return self._pool is not None and (self._pool.num_serving == 0 or self._samplers.needs_sync())
 
@@ -167,12 +167,12 @@ class WeightSync:
             return
         if self._pool is not None and self._loop is not None:
             self._loop.call(self._pool.remove, {EngineId(COLLECTOR_RANK, number) for number in dead})
-        if self._samplers.can_sleep:  # an engine that starts takes all of its memory at once
+        if self._samplers.can_sleep:  # a starting engine allocates all of its memory immediately
             self._memory.on_weight_sync_start(self._trainer, self._module, self._module.weight_version)
         self._samplers.restart_dead()
 
     def _wait_for_start(self) -> None:
-        """Wait until there is an engine to send weights to. One that died meanwhile is found at the next sync."""
+        """Wait until there is an engine to send weights to. One that died meanwhile is detected at the next sync."""
         if self._samplers.is_starting:
             fire(self._trainer, self._module, "on_engine_start")
             self._samplers.wait_for_start()
@@ -181,15 +181,15 @@ class WeightSync:
     def _sync(self) -> None:
         """Send the actor's weights; a collective, even if only one rank has an engine that needs them.
 
-        Engines that have not shown yet that they apply an adapter are first sent a test adapter, since a new adapter
-        does not change the outputs.
+        Engines that have not yet been shown to apply an adapter are first sent a test adapter, since a new adapter does
+        not change the outputs.
         """
         samplers = self._samplers
         if self._verification.needs_proof(self._module, samplers.samplers):
             self._send(is_proof=True)
             if samplers.can_sleep:
                 samplers.sleep_before_sync()
-            for sampler in samplers.updated:  # it is sent others next
+            for sampler in samplers.updated:  # it gets other weights next
                 sampler.weight_version, sampler.is_verified = None, False
         self._send()
 
@@ -199,7 +199,7 @@ class WeightSync:
         if samplers.can_sleep:
             self._memory.on_weight_sync_start(trainer, module, version)
         with module.perturbed_adapter() if is_proof and has(module, HasAdapter) else nullcontext():
-            # While the actor has the device: its memory may be somewhere else once the engine is awake.
+            # Before the engine wakes: afterwards the actor's memory may be offloaded.
             is_due = self._verification.evaluate(module, samplers.samplers, is_proof=is_proof)
             self._wait_for_start()
             samplers.send_weights(module, version, unproven=is_proof)
@@ -208,7 +208,7 @@ class WeightSync:
             self._memory.on_engine_wake(trainer, module)
         samplers.activate_weights(version)
         for sampler in samplers.updated if is_due else ():
-            with suppress(EngineDiedError):  # it is found dead at the next sync
+            with suppress(EngineDiedError):  # its death is detected at the next sync
                 self._verification.verify(module, sampler)
                 sampler.is_proven |= is_proof
         if samplers.can_sleep:

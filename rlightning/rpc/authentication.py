@@ -33,7 +33,7 @@ NONCE_BYTES = DIGEST_BYTES = KEY_BYTES = 32
 
 
 class AuthenticationError(RPCError):
-    """The two sides have different keys, or belong to different users; retrying does not help."""
+    """The two sides have different keys, or belong to different users; retrying cannot help."""
 
 
 class BusyError(ConnectionLostError):
@@ -66,7 +66,7 @@ def parse_url(url: str) -> tuple[str, int]:
     Raises:
         ValueError: the URL has another form.
     """
-    with contextlib.suppress(ValueError):  # the port is no number
+    with contextlib.suppress(ValueError):  # the port is not a number
         parts = urlsplit(url)
         if parts.scheme == SCHEME and parts.hostname and parts.port and not parts.path.strip("/"):
             return parts.hostname, parts.port
@@ -74,7 +74,7 @@ def parse_url(url: str) -> tuple[str, int]:
 
 
 async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
-    """As a client, prove to the server that this side has the key, and check the server's proof.
+    """As a client, prove to the server that this side has the key, and verify the server's proof.
 
     Args:
         end: connected, non-blocking socket.
@@ -88,11 +88,11 @@ async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
     greeting = await _receive(end, len(MAGIC) + 1 + NONCE_BYTES)
     magic, mode, their_nonce = greeting[: len(MAGIC)], greeting[len(MAGIC) : len(MAGIC) + 1], greeting[-NONCE_BYTES:]
     if magic != MAGIC or mode not in (WITH_KEY, WITHOUT_KEY):
-        raise AuthenticationError("it is no server that this version of rlightning understands")
+        raise AuthenticationError("it is not a server of this version of rlightning")
     if key is None and mode == WITH_KEY:
-        raise AuthenticationError("it asks for a key, and here is none")
+        raise AuthenticationError("it asks for a key, and this process has none")
     if key is not None and mode == WITHOUT_KEY:
-        raise AuthenticationError("it has no key, but here is one")
+        raise AuthenticationError("it has no key, but this process has one")
     if key is None and not is_of_this_user(end):
         raise AuthenticationError("it belongs to another user, or is not on this host: both sides need a key")
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -106,16 +106,16 @@ async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
     ):
         raise AuthenticationError("it has another key")
     if verdict is Verdict.BUSY:
-        raise BusyError("it serves as many others as it can")
+        raise BusyError("it has its maximum number of clients")
 
 
 async def authenticate_client(end: socket.socket, key: bytes | None, admit: Callable[[], bool]) -> None:
-    """As a server, check the client's proof that it has the key, and send a proof to the client.
+    """As a server, verify the client's proof that it has the key, and send the server's proof.
 
     Args:
         end: connected, non-blocking socket.
         key: the shared key; None admits clients of this user on this host.
-        admit: called when the client has proved that it has the key; returns whether it is accepted.
+        admit: called when the client has proved that it has the key; returns whether to accept the client.
 
     Raises:
         AuthenticationError: the client has another key, or none, or belongs to another user.
@@ -158,7 +158,7 @@ def is_of_this_user(end: socket.socket) -> bool:
 
 
 def _proc_name(family: int, address: Sequence[object]) -> str:
-    """Return an address in the notation of /proc/net/tcp: words in the machine's byte order, in hexadecimal."""
+    """Return an address in the notation of /proc/net/tcp: hexadecimal words in the machine's byte order."""
     packed = socket.inet_pton(family, str(address[0]))
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"

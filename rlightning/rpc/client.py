@@ -41,10 +41,10 @@ async def connect(
 
     Args:
         url: ``tcp://host:port``.
-        key: the run's; None for a server without a key, of this user on this host.
-        methods: that the server may call; see :class:`Peer`.
+        key: the run's key; None for a server without a key, of this user on this host.
+        methods: methods that the server may call; see :class:`Peer`.
         timeout: maximum seconds until both sides are authenticated.
-        settings: of :class:`Peer`.
+        settings: settings of :class:`Peer`.
 
     Raises:
         ValueError: ``url`` has another form.
@@ -60,7 +60,7 @@ async def connect(
     except ConnectionLostError:
         raise
     except OSError as error:
-        # asyncio's text has the address alone; getaddrinfo's errors have no positive number.
+        # asyncio's message has only the address; getaddrinfo's errors have no positive number.
         reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
         raise ConnectionLostError(f"{url} cannot be reached: {reason}") from error
     settings.setdefault("name", url)
@@ -71,9 +71,9 @@ async def connect_process(process: ManagedProcess, methods: Mapping[str, Method]
     """Connect to a child process, and wait until it reports that it is ready.
 
     Args:
-        process: started before; it is ended if it does not become ready.
-        methods: that it may call; see :class:`Peer`.
-        ready_timeout: seconds, for its ``notify("ready")``.
+        process: a started process, which is ended if it does not become ready.
+        methods: methods that the process may call; see :class:`Peer`.
+        ready_timeout: maximum seconds until the process calls ``notify("ready")``.
 
     Raises:
         ProcessStartError: the process ended or timed out; the message has the end of its log.
@@ -103,7 +103,7 @@ async def end_process(process: ManagedProcess, peer: Peer) -> str:
     """End a child process with its process group, and close the connection to it.
 
     Args:
-        process: to end. If it has closed its connection, it gets a short time to exit by itself.
+        process: the process to end. If it has closed its connection, it gets a short time to exit by itself.
 
     Returns:
         How the process ended, such as "exit code 3" or "SIGKILL".
@@ -141,15 +141,16 @@ async def _connect(host: str, port: int, key: bytes | None) -> socket.socket:
 class LoopThread:
     """An asyncio event loop in a daemon thread, for callers without a loop.
 
-    A SystemExit or KeyboardInterrupt in a task does not end the loop. When it closes, unfinished work fails.
+    A SystemExit or KeyboardInterrupt in a task does not end the loop. Work that is unfinished when the loop closes
+    fails.
 
     Args:
-        name: of the thread.
-        closes_at_exit: whether an ``atexit`` handler closes it; otherwise the caller has to call :meth:`close`.
+        name: name of the thread.
+        closes_at_exit: whether an ``atexit`` handler closes the loop; otherwise the caller has to call :meth:`close`.
     """
 
     def __init__(self, name: str, *, closes_at_exit: bool = True) -> None:
-        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()  # the policy's may be another library's
+        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()  # the policy may belong to another library
         self._submitted: set[concurrent.futures.Future[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -234,7 +235,7 @@ class LoopThread:
                     future.set_exception(RuntimeError(f"the event loop '{threading.current_thread().name}' has ended"))
 
     def _run_until_stopped(self) -> bool:
-        """Run the loop; return False if an exception of a task stopped it, which the task's future holds."""
+        """Run the loop; return False if a task's exception stopped it. The task's future also has the exception."""
         try:
             self.loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:  # signals come to the main thread, these from user code
@@ -249,9 +250,9 @@ _background_lock = threading.Lock()
 
 
 def background_loop() -> LoopThread:
-    """Return this process's event loop for connections, which the first call starts.
+    """Return this process's event loop for connections, which is started by the first call.
 
-    User code, CUDA and torch.distributed never run on this loop; environments have a loop of their own.
+    User code, CUDA and torch.distributed never run on this loop; environments have their own loop.
     """
     with _background_lock:
         if not _background:

@@ -40,11 +40,11 @@ _HEADER = struct.Struct("<II")
 
 
 class RPCError(Exception):
-    """Base of a call's errors; the class tells the cause."""
+    """Base of the errors of calls; the class says what the cause is."""
 
 
 class ConnectionLostError(RPCError, ConnectionError):
-    """The remote side ended, closed the connection, or sent no heartbeat; its pending calls fail."""
+    """The remote side ended, closed the connection, or sent no heartbeat. Pending calls fail with this error."""
 
 
 class MessageError(ConnectionLostError):
@@ -61,7 +61,7 @@ class Buffer:
     """A large buffer that is sent after the message's frame, without being copied into it.
 
     Args:
-        data: contiguous; it must not change before the message is sent.
+        data: contiguous buffer, which must not change before the message is sent.
     """
 
     def __init__(self, data: _Array) -> None:
@@ -178,13 +178,13 @@ class Connection(asyncio.BufferedProtocol):
             await self._may_write.wait()
             self._write(frame)
             for buffer in buffers:
-                # In pieces: what the system does not take at once is copied.
+                # In pieces: data that the system does not accept immediately is copied.
                 for start in range(0, len(buffer), WRITE_BUFFER_BYTES):
                     await self._may_write.wait()
                     self._write(buffer[start : start + WRITE_BUFFER_BYTES])
 
     def close(self, error: ConnectionLostError | None = None) -> None:
-        """Close the connection after all messages have been sent; with an error, at once."""
+        """Close the connection after all messages have been sent; with an error, immediately."""
         self._error = self._error or error
         if error is None:
             self._transport.close()
@@ -192,7 +192,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def close_copy(self) -> None:
-        """Close a forked child's copy, which would keep the connection open when this process has ended."""
+        """Close a forked child's copy, which would keep the connection open after this process has ended."""
         self._socket.close()
 
     def _write(self, data: "bytes | memoryview") -> None:
@@ -203,7 +203,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio once the transport exists."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -287,7 +287,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def _check_sizes(num_bytes: int, sizes: "list[int] | tuple[int, ...]", error: type[Exception]) -> None:
-    """Raise an error of this class if a frame exceeds the size limits."""
+    """Raise an exception of class ``error`` if a frame exceeds the size limits."""
     if num_bytes > MAX_BODY_BYTES or len(sizes) > MAX_BUFFERS or sum(sizes) > MAX_BUFFER_BYTES:
         raise error(
             f"a message of {num_bytes} bytes and {len(sizes)} buffers of {sum(sizes)} bytes is beyond the limits of "

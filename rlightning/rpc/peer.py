@@ -53,18 +53,18 @@ class PeerSettings(TypedDict, total=False):
 
 
 class Peer:
-    """The remote side of a connection: its methods can be called, and it can call the methods given here.
+    """The remote side of a connection: its methods can be called, and it can call the methods passed here.
 
     Args:
-        methods: by the names under which the remote side calls them. Each call runs as a task, which its caller or the
-            end of the connection cancels.
-        name: of the remote side, for errors.
+        methods: methods by the names under which the remote side calls them. Each call runs as a task, which is
+            cancelled if the caller cancels it or the connection ends.
+        name: name of the remote side, for errors.
         heartbeat_timeout: seconds without a message after which the remote side counts as lost; may be changed later.
         heartbeat_interval: seconds between two heartbeats that this side sends.
         check_alive: awaited before each heartbeat, which is delayed until it returns.
 
     Attributes:
-        closed: future of the error of all further calls, done when the connection has ended.
+        closed: future of the error with which all further calls fail, done when the connection has ended.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Peer:
             raise DeadlineExceededError(f"{self.name}: '{method}' took more than {timeout:g} s") from None
 
     async def notify(self, method: str, *arguments: object) -> None:
-        """Call a method of the remote side without waiting; its errors are logged there."""
+        """Call a method of the remote side without waiting; errors are logged on the remote side."""
         await self._send([NOTIFICATION, method, arguments])
 
     async def close(self) -> None:
@@ -167,7 +167,7 @@ class Peer:
             await self._connection.send(message)
         except ConnectionLostError as error:
             lost = self.closed.result() if self.closed.done() else error
-            raise lost.with_traceback(None) from None  # many callers get the same one
+            raise lost.with_traceback(None) from None  # many callers raise the same object
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         """Run a coroutine in a task that is cancelled when the connection ends."""
@@ -272,7 +272,7 @@ class Peer:
             self._slots.release()
             if not answer.done():
                 answer.set_exception(lost)
-                answer.exception()  # marks it as retrieved: a caller that has yet to send gets the error there
+                answer.exception()  # marks it as retrieved: a caller that has not sent its call yet gets it there
 
 
 async def limit(work: Awaitable[T], seconds: float) -> T:

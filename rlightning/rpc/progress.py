@@ -1,6 +1,6 @@
 """Shared memory in which a worker process records which call it executes, and whether it makes progress.
 
-Its parent can read this while a call holds the interpreter's lock, and after a call has ended the process.
+The parent process can read it while a call holds the GIL, and after a call has ended the process.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class Progress(NamedTuple):
 
     Attributes:
         num_steps: counter that grows while the process makes progress.
-        call: the key of the call whose step was executed last, or 0.
+        call: key of the call whose step was executed last, or 0.
         is_executing: whether that step is still running.
     """
 
@@ -47,7 +47,7 @@ class ProgressFile:
         return cls(fd)
 
     def show(self, call: int, is_executing: bool) -> None:
-        """Record progress and whether a step is running; ``call`` is its key, 0 for the same as before."""
+        """Record progress and whether a step is running; ``call`` is the call's key, 0 for the same call as before."""
         self._num_steps += 1
         self._call = call or self._call
         os.pwrite(self.fd, _FIELDS.pack(self._num_steps, self._call, is_executing), 0)
@@ -77,7 +77,7 @@ def track_tasks(loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], Non
 
 
 def call_tasks(loop: asyncio.AbstractEventLoop) -> "set[asyncio.Task[object]]":
-    """Return the unfinished tasks of calls, and those that they have created."""
+    """Return the unfinished tasks of calls, and the tasks that these have created."""
     return {task for task in asyncio.all_tasks(loop) if isinstance(task.get_coro(), _Steps)}
 
 

@@ -15,7 +15,7 @@ def read_key() -> bytes | None:
     """Return the key from the environment; None if it is not set.
 
     Raises:
-        ConfigError: the variable has the name of earlier versions.
+        ConfigError: the variable's name in earlier versions is set instead.
     """
     if OLD_VARIABLE in os.environ:
         raise ConfigError(f"{OLD_VARIABLE} is now called {RUN_KEY_VARIABLE}. Rename it.")
@@ -28,7 +28,7 @@ def environment_without_key() -> dict[str, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` resolves to loopback addresses only."""
+    """Return whether ``host`` resolves only to loopback addresses."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

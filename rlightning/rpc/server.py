@@ -29,12 +29,12 @@ class Server:
 
     Args:
         listener: a listening socket, closed by :meth:`close`.
-        key: by which clients authenticate; None admits processes of this user on this host.
+        key: key with which clients authenticate; None admits processes of this user on this host.
         serve: called with the socket and the address of each authenticated client; usually opens a :class:`Peer`, and
             returns when that is closed. Its errors are logged.
-        max_clients: maximum number of concurrent clients; further ones are told that the server is busy.
+        max_clients: maximum number of concurrent clients; further clients get a BusyError.
         max_unauthenticated: maximum number of concurrent connections before authentication.
-        timeout: maximum seconds of authentication; None for ``intervals.CONNECT_TIMEOUT``.
+        timeout: maximum seconds for authentication; None for ``intervals.CONNECT_TIMEOUT``.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Server:
                 next(iter(self._unauthenticated)).cancel()
 
     async def _make_room(self, error: OSError) -> None:
-        """Close the oldest unauthenticated connection; log once that connections are refused."""
+        """Close the oldest unauthenticated connection; log once that connections are being refused."""
         if not self._is_short:
             self._is_short = True
             log.warning("A connection could not be accepted: %s. The oldest that are idle are closed.", error)
@@ -93,7 +93,7 @@ class Server:
         self._served.discard(task)
 
     def _admit(self, task: "asyncio.Task[None]") -> bool:
-        """Add an authenticated client; return whether there was room for it."""
+        """Add an authenticated client, unless there are ``max_clients``; return whether it was added."""
         if len(self._served) >= self.max_clients:
             return False
         del self._unauthenticated[task]

@@ -22,7 +22,7 @@ class Worker:
     The process ends with the pool's process, ignores Ctrl-C, and writes its output to standard error.
 
     Attributes:
-        progress: where the worker has to record which call it executes.
+        progress: object in which the worker has to record which call it executes.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Worker:
         end_with_parent(lifeline)
         os.dup2(2, 1)
         if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)  # a pipe's lines would wait, and be lost in a crash
+            sys.stdout.reconfigure(line_buffering=True)  # buffered lines would be late, and lost in a crash
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         faulthandler.enable(stacks)
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
@@ -40,7 +40,8 @@ class Worker:
         """Connect to the pool and report that this process is ready.
 
         Args:
-            methods: ``setup`` gets the pool's ``setup``, ``call`` a call's key and arguments, ``finish`` nothing.
+            methods: ``setup`` is called with the pool's ``setup``, ``call`` with a call's key and arguments, ``finish``
+                without arguments.
         """
         parent = await serve_parent(self._connection, methods)
         await parent.notify("ready")

@@ -34,7 +34,7 @@ class WorkerOutput:
     """Copies a worker's output to this process's standard error up to a limit; the rest is discarded.
 
     Attributes:
-        fd: file descriptor for the worker's output; close it by :meth:`close_fd` when the worker has inherited it.
+        fd: file descriptor for the worker's output; call :meth:`close_fd` once the worker has inherited it.
         is_flooded: whether the worker has exceeded the limit.
     """
 
@@ -63,7 +63,7 @@ class WorkerOutput:
 
 
 def find_excess(limits: WorkerLimits, pid: int, output: WorkerOutput | None) -> str | None:
-    """Return which limit a worker exceeds, as the end of a sentence; None if it exceeds no limit."""
+    """Return which limit a worker exceeds, as the end of a sentence; None if it exceeds none."""
     if limits.max_memory_mb is not None:
         memory_mb = resident_bytes(pid) / MB
         if memory_mb > limits.max_memory_mb:

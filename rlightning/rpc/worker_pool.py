@@ -1,4 +1,4 @@
-"""A pool of worker processes that are restarted: if a call hangs or kills its process, only that call fails.
+"""A pool of worker processes that are restarted: a call that hangs or kills its process is the only one that fails.
 
 ::
 
@@ -8,8 +8,8 @@
                             +--- others ------+---> WorkerHungError or WorkerExitError of the call that it executed
 
 The process has recorded which call it executed (:mod:`rlightning.rpc.progress`). If the cause is unknown, as with a
-thread, each of its calls is repeated alone, and the one that fails again is the cause. If calls may not be repeated,
-all calls of the process fail. A call may provide methods, which the worker calls meanwhile on the same connection.
+thread, each call of the process is repeated alone, and the one that fails again is the cause. If calls may not be
+repeated, all calls of the process fail. A call may provide methods, which the worker calls on the same connection.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class WorkerLostError(RPCError):
     """A call killed its worker process or made it hang.
 
     Attributes:
-        stacks: of the process's threads, as faulthandler writes them; "" if unknown.
+        stacks: stacks of the process's threads, as faulthandler writes them; "" if unknown.
         is_bystander: whether another call is known to be the cause.
     """
 
@@ -67,20 +67,20 @@ class WorkerPool:
     """Runs calls in child processes, which start with the first calls. All methods must be called on one event loop.
 
     Args:
-        command: of a worker's process, a program that makes a :class:`~rlightning.rpc.worker.Worker`.
-        name: of a worker, for errors.
+        command: command of a worker process, which creates a :class:`~rlightning.rpc.worker.Worker`.
+        name: name of a worker, for errors.
         num_workers: maximum number of processes.
         max_calls: maximum number of concurrent calls of a process.
         max_queued: number of additional calls that are sent to a process in advance.
         setup: arguments of the worker's ``setup``, which is called first.
         start_timeout: maximum seconds until ``setup`` has returned.
-        finish_timeout: maximum seconds of the worker's ``finish`` when the pool closes; 0 skips it.
-        may_repeat: whether a call is repeated if its worker ended for another reason than this call.
-        limits: of a worker, which is killed above them; its calls fail.
+        finish_timeout: maximum seconds of the worker's ``finish`` when the pool closes; 0 to skip ``finish``.
+        may_repeat: whether a call is repeated if its worker ended for a reason other than this call.
+        limits: limits of a worker, which is killed if it exceeds one; its calls then fail.
 
     Attributes:
-        deaths: the budget of restarts without a call as the cause; of all restarts if calls are not repeated. After the
-            first worker has started, workers that fail to start count too.
+        deaths: the budget of restarts for which no call is the cause, or of all restarts if calls are not repeated.
+            After the first worker has started, workers that fail to start count too.
     """
 
     def __init__(
@@ -126,17 +126,18 @@ class WorkerPool:
         methods: Mapping[str, Method] | None = None,
         on_start: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run a call in a worker, and repeat it in another if the first ends for a reason other than this call.
+        """Run a call in a worker; repeat it in another worker if the first ends for a reason other than this call.
 
         Args:
             arguments: plain data, for the worker's ``call``.
             hang_timeout: maximum seconds for which the call may block its process.
-            methods: that the worker may call until this call ends, by ``request`` with the call's key and the name.
-            on_start: called when a worker has room for the call.
+            methods: methods that the worker may call until this call ends, by ``request`` with the call's key and a
+                name.
+            on_start: called when a worker takes the call.
 
         Raises:
-            WorkerLostError: it hung, or ended its process.
-            RemoteError: the worker's ``call`` raised.
+            WorkerLostError: the call hung, or ended its process.
+            RemoteError: the worker's ``call`` raised an exception.
             ProcessStartError: a worker did not start.
             ConnectionLostError: the pool was closed.
         """
@@ -166,7 +167,7 @@ class WorkerPool:
                 self._dispatch()
 
     async def close(self) -> None:
-        """End all processes; pending calls fail with ConnectionLostError. Later calls start new processes."""
+        """End all processes; pending calls fail with a ConnectionLostError. Later calls start new processes."""
         self._num_closed += 1
         finishing = [worker.finish(self.finish_timeout) for worker in self._workers if self.finish_timeout]
         await asyncio.gather(*finishing)
@@ -177,7 +178,7 @@ class WorkerPool:
         await asyncio.gather(*lives, return_exceptions=True)
 
     async def _get_place(self, call: "_Call") -> "_Worker":
-        """Wait for a worker with room for the call, and return it with the call added to its ``calls``."""
+        """Wait for a worker that can take the call, and return the worker with the call added to its ``calls``."""
         call.place = asyncio.get_running_loop().create_future()
         (self._waiting.appendleft if call.is_alone else self._waiting.append)(call)
         self._start_workers(self._num_calls)
@@ -212,7 +213,7 @@ class WorkerPool:
         self._start_workers(len(self._workers) - self._num_starting + len(self._waiting))
 
     def _start_workers(self, num_wanted: int) -> None:
-        """Start workers until there are this many, or the maximum number."""
+        """Start workers until ``num_wanted``, or the maximum number, are running."""
         while len(self._workers) < min(num_wanted, self.num_workers):
             worker = _Worker(self)
             self._workers.append(worker)
@@ -235,7 +236,7 @@ class WorkerPool:
                 call.place.set_exception(error)
 
     async def _live(self, worker: "_Worker") -> None:
-        """Start a worker, watch it, and end it."""
+        """Start a worker, monitor it, and end it."""
         try:
             peer = await worker.start(self.setup, self.start_timeout)
             self._has_started = True
@@ -256,8 +257,8 @@ class _Call:
     """A call, and the worker that runs it.
 
     Attributes:
-        methods: that its worker may call.
-        is_alone: whether its worker may run no other call at the same time.
+        methods: methods that the worker may call.
+        is_alone: whether the worker may run no other call at the same time.
     """
 
     def __init__(self, key: int, hang_timeout: float, methods: Mapping[str, Method]) -> None:
@@ -267,7 +268,7 @@ class _Call:
         self._requests: set[asyncio.Task[Any]] = set()
 
     async def serve(self, method: str, *arguments: object) -> object:
-        """Run the method that the worker requested for this call."""
+        """Run a method that the worker has requested for this call."""
         request = asyncio.ensure_future(self.methods[method](*arguments))
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
@@ -281,7 +282,7 @@ class _Call:
     def cancel_requests(self) -> None:
         """Cancel the worker's requests, because the call has ended."""
         for request in self._requests:
-            if not request.cancelling():  # else it cleans up already, and a second time would end that
+            if not request.cancelling():  # else it is cleaning up, which a second cancellation would end
                 request.cancel()
 
 
@@ -289,9 +290,9 @@ class _End(NamedTuple):
     """How and why a worker ended.
 
     Attributes:
-        culprit: the key of the call that was the cause; None if unknown.
-        error: of that call.
-        calls: the keys of all of the worker's calls.
+        culprit: key of the call that was the cause; None if unknown.
+        error: error of that call.
+        calls: keys of all calls of the worker.
         may_repeat: whether the other calls may be repeated.
     """
 
@@ -347,7 +348,7 @@ class _Worker:
         self.calls[call.key] = call
 
     async def start(self, setup: Sequence[object], timeout: float) -> Peer:
-        """Start the process; return its peer when it has been set up.
+        """Start the process; return its peer once the process has been set up.
 
         Raises:
             ProcessStartError: the process ended or timed out.
@@ -415,7 +416,7 @@ class _Worker:
                 return
 
     async def finish(self, timeout: float) -> None:
-        """Let the process cancel its calls and clean up before it is ended."""
+        """Let the process cancel its calls and clean up, before it is ended."""
         if self.peer is not None:
             with contextlib.suppress(RPCError):
                 await self.peer.call("finish", timeout=timeout)

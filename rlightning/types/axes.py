@@ -38,7 +38,7 @@ class AxisOf(NamedTuple):
     """The metadata of a batch's field: its axis and how to pad it.
 
     Attributes:
-        name: of the first dimension's axis.
+        name: axis of the first dimension.
         fill: the field's value in a padding batch.
     """
 
@@ -50,7 +50,7 @@ def axis(name: Axis, *, fill: float | bool = 0) -> dict[str, AxisOf]:
     """Return the metadata of a field whose first dimension is this axis.
 
     Args:
-        name: of the axis.
+        name: name of the axis.
         fill: the field's value in a padding batch, which has no effect.
     """
     return {KEY: AxisOf(name, fill)}
@@ -68,7 +68,7 @@ def axis_values(batch: "DataclassInstance") -> list[tuple["Field[object]", AxisO
 
 
 def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
-    """Return a batch with the selected entries of each axis.
+    """Return a batch with the selected entries along each axis.
 
     Args:
         batch: a dataclass with axes.
@@ -93,7 +93,7 @@ def _take(chosen: Tensor | Runs, values: Tensor) -> Tensor:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Join batches along all axes; fields without an axis are taken from the first one.
+    """Join batches along all axes; fields without an axis are taken from the first batch.
 
     Raises:
         ConfigError: only some of the batches have a field, or an entry of it.
@@ -130,17 +130,17 @@ def to(batch: Batch, device: torch.device) -> Batch:
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on ``device``; a copy from host to GPU is asynchronous."""
-    # only from page-locked memory a copy goes on by itself
+    # only copies from pinned memory are asynchronous
     is_upload = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.pin_memory() if is_upload else tensor).to(device, non_blocking=is_upload)
 
 
 def pad(batch: Batch, one: Batch) -> Batch:
-    """Add to a one-entry batch the fields that another batch has and this one lacks, filled with padding.
+    """Add the fields that a one-entry batch lacks and another batch has, filled with padding.
 
     Args:
-        batch: has the fields, with their shapes and dtypes.
-        one: to which the fields are added.
+        batch: a batch with the fields, which have the shapes and dtypes to use.
+        one: the batch to which the fields are added.
     """
     filled: dict[str, object] = {}
     for (f, own, value), (_, _, mine) in zip(axis_values(batch), axis_values(one), strict=True):
@@ -154,10 +154,10 @@ def _fill(fill: float | bool, values: Tensor) -> Tensor:
 
 
 def check(batch: "DataclassInstance", sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> None:
-    """Convert new values of fields to tensors, and check their lengths.
+    """Convert newly set fields to tensors, and check their lengths.
 
     Args:
-        batch: changed in place.
+        batch: the batch, which is changed in place.
         sizes: length of each axis.
         unit: names of the axes' entries, for the error.
 
@@ -187,7 +187,7 @@ def _to_tensor(value: object, place: str, size: int, unit: str) -> Tensor:
 
 
 def split_lists(batch: Batch) -> tuple[Batch, dict[str, list[object]]]:
-    """Return the batch without its lists, and the lists by field, since tensors and objects are sent separately."""
+    """Return the batch without its lists, and the lists by field name: tensors and objects are sent separately."""
     lists = {f.name: value for f, _, value in axis_values(batch) if isinstance(value, list)}
     return replace(batch, **{name: [] for name in lists}), lists
 

@@ -56,7 +56,7 @@ class RolloutBatch:
     that token given those before it in its sequence (0 for a sequence's first token). If every trajectory has one
     branch, sequences and trajectories are the same.
 
-    An algorithm adds a field of its own in a subclass, which it names as ``batch_type``::
+    An algorithm adds its own field in a subclass, which it sets as ``batch_type``::
 
         @dataclass(slots=True)
         class WeightedBatch(RolloutBatch):
@@ -65,16 +65,16 @@ class RolloutBatch:
     Attributes:
         token_ids: [T] int64.
         is_sampled: [T] bool, the tokens that the policy sampled; no other is trained.
-        rollout_logprobs: [T] float32, the sampler's; 0 where not sampled.
-        weight_versions: [T] int32, the sampler's; -1 where not sampled.
+        rollout_logprobs: [T] float32, from the sampler; 0 where not sampled.
+        weight_versions: [T] int32, version of the weights that sampled each token; -1 where not sampled.
         turn_ids: [T] int32, the turn of its trajectory to which each token belongs; -1 for the prompt.
         cu_seqlens: [N+1] int32, sequence ``i`` is ``cu_seqlens[i]:cu_seqlens[i+1]``.
         trajectory_ids: [N] int64, the trajectory that each sequence is a branch of.
-        completion_lengths: [M] int64, sampled tokens in all branches of each trajectory, also if a micro-batch has only
-            some of them.
+        completion_lengths: [M] int64, sampled tokens in all branches of each trajectory, even if a micro-batch has only
+            some of the branches.
         group_ids: [M] int64, equal for trajectories of one prompt.
-        group_lengths: [M] int64, sampled tokens of each trajectory's whole group, also if a micro-batch has only a part
-            of it; set for an update.
+        group_lengths: [M] int64, sampled tokens of each trajectory's whole group, even if a micro-batch has only a part
+            of the group; set for an update.
         reasons: [N] list, why each branch began.
         trajectories: [M] list, without branches, which are in the tensors; :meth:`unpack` combines both.
         rewards: [M] float64.
@@ -84,10 +84,10 @@ class RolloutBatch:
         ref_logprobs: [T] float32, of the reference model.
         is_skipped: [N] bool, sequences without gradient, which the update does not compute.
         totals: the loss's denominators; set on micro-batches.
-        shared: which tokens of a micro-batch are computed once for several sequences; None if none are.
+        shared: tokens of a micro-batch that are computed once for several sequences; None if none are.
 
     A batch that :meth:`to` has moved caches values from the host, so that computing with it does not wait for its
-    device; ``is_sampled`` must be changed before.
+    device; ``is_sampled`` must not be changed afterwards.
     """
 
     token_ids: Tensor = field(metadata=axis("T"))
@@ -114,7 +114,7 @@ class RolloutBatch:
     _sampled_index: Tensor | None = field(default=None, repr=False)
     _supports: Tensor | None = field(default=None, repr=False)
 
-    if not TYPE_CHECKING:  # a type checker would take any name for a field
+    if not TYPE_CHECKING:  # otherwise a type checker accepts any name as a field
 
         def __setattr__(self, name: str, value: object) -> None:
             try:
@@ -133,8 +133,8 @@ class RolloutBatch:
             groups: the trajectories of each prompt, in any number.
 
         Returns:
-            A batch on the CPU, without rewards. A subclass's field with one number a trajectory is set from
-            ``Trajectory.metrics`` of the same name: float32, NaN for a trajectory without it.
+            A batch on the CPU, without rewards. A subclass's field with one number for each trajectory is set from the
+            entry of ``Trajectory.metrics`` with its name: float32, NaN for a trajectory without this entry.
 
         Raises:
             ConfigError: a branch begins with a sampled token, which has no context.
@@ -181,7 +181,7 @@ class RolloutBatch:
         return {source: values[name].cpu().numpy() for name, source, _ in TOKEN_FIELDS}
 
     def unpack(self) -> list[Trajectory]:
-        """Return the trajectories, the argument of :meth:`pack`; branches that are not in the batch are missing."""
+        """Return the trajectories that :meth:`pack` was called with; branches that are not in the batch are missing."""
         columns = self.token_arrays().items()
         branches: list[list[Branch]] = [[] for _ in self.trajectories]
         bounds = self.cu_seqlens.tolist()
@@ -210,12 +210,12 @@ class RolloutBatch:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompt of each trajectory, M of them."""
+        """The prompt of each trajectory: M prompts."""
         return [one.prompt for one in self.trajectories]
 
     @property
     def completions(self) -> list[Sample]:
-        """The completion of each trajectory, M of them; for single-turn trajectories.
+        """The completion of each trajectory: M samples; only for single-turn trajectories.
 
         Raises:
             ValueError: a trajectory has no sample, or several.
@@ -224,37 +224,38 @@ class RolloutBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """[N] int64, tokens of each sequence."""
+        """The number of tokens of each sequence: [N] int64."""
         return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
 
     @property
     def sampled_lengths(self) -> Tensor:
-        """[N] int64, sampled tokens of each sequence."""
-        # Exact up to 2^24 tokens a sequence, and without an index a token.
+        """The number of sampled tokens of each sequence: [N] int64."""
+        # Exact up to 2^24 tokens in a sequence, and without an index for each token.
         return torch.segment_reduce(self.is_sampled.float(), "sum", lengths=self.lengths, unsafe=True).long()
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """The number of tokens of the longest sequence."""
         return self._max_length if self._max_length is not None else max(self.lengths.tolist(), default=0)
 
     @property
     def sampled_index(self) -> Tensor:
-        """The indices of the sampled tokens, int64."""
+        """The indices of the sampled tokens: [S] int64."""
         return self.is_sampled.nonzero()[:, 0] if self._sampled_index is None else self._sampled_index
 
     @property
     def supports(self) -> Tensor | None:
-        """The tokens from which each sampled token was drawn, filled up with -1: [S, K] int32, as
+        """The token ids from which each sampled token was drawn, padded with -1: [S, K] int32, in the order of
         :attr:`sampled_index`.
 
-        A row of only -1 is not truncated. None if no row is, as without ``top_p``, ``top_k`` and ``min_p``.
+        A row of only -1 stands for a distribution that is not truncated. None if no distribution is, as without
+        ``top_p``, ``top_k`` and ``min_p``.
         """
         return pack_supports(self) if self._supports is None else self._supports
 
     @property
     def position_ids(self) -> Tensor:
-        """[T] int64, each token's position in its sequence, counted from 0."""
+        """Each token's position in its sequence, counted from 0: [T] int64."""
         starts = self.to_tokens(self.cu_seqlens[:-1], axis="N")
         return torch.arange(self.num_tokens, device=self.token_ids.device) - starts
 
@@ -262,8 +263,8 @@ class RolloutBatch:
         """Repeat values [M], one for each trajectory, over the trajectory's tokens: [T].
 
         Args:
-            values: [M], or of the axis; groups in the order of their ids.
-            axis: of the values.
+            values: [M], or one for each entry of ``axis``; groups in the order of their ids.
+            axis: axis of the values.
         """
         device = values.device
         if axis == "G":
@@ -303,7 +304,7 @@ class RolloutBatch:
         """Return the batch of the given trajectories, in the given order, packed again.
 
         Args:
-            indices: in ``range(M)``, or of the axis, without repetition.
+            indices: without repetition; of trajectories, or of the entries of ``axis``.
             axis: "M"; or "N" to select sequences, whose trajectories are in the order of their first sequences.
         """
         given = indices if isinstance(indices, Tensor) else torch.tensor(list(indices), dtype=torch.int64)
@@ -341,12 +342,12 @@ class RolloutBatch:
         )
 
     def padding(self) -> Self:
-        """Return a batch of one token without loss, for a rank that must join a computation without data."""
+        """Return a batch of one token that adds no loss, for a rank without data in a collective computation."""
         one = axes.pad(self, replace(type(self).of_sequences([[0]]), totals=self.totals))
         return one.to(self.token_ids.device)
 
     def check(self) -> None:
-        """Convert fields that were set to tensors, and check their lengths.
+        """Convert newly set fields to tensors, and check their lengths.
 
         Raises:
             ConfigError: names the field.
@@ -391,7 +392,7 @@ def _check_sampled(batch: RolloutBatch) -> None:
     """Raise an error unless each sampled token is trained in exactly one branch, and none begins a branch.
 
     Args:
-        batch: with the trajectories' branches.
+        batch: a batch with all branches of its trajectories.
     """
     for one in batch.trajectories:
         if not len(one.prompt.token_ids):

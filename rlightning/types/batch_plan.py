@@ -1,4 +1,4 @@
-"""The sizes of a training step, all derived from the number of prompts."""
+"""The sizes of a training step: numbers of prompts, completions, minibatches and tokens."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ class BatchPlan:
     """The numbers of prompts, completions and optimizer steps in a training step.
 
     Attributes:
-        prompts_per_step: over all ranks.
+        prompts_per_step: number of prompts, over all ranks.
         samples_per_prompt: completions of each prompt.
         updates_per_rollout: minibatches into which a rollout is split; each is one optimizer step.
         epochs_per_rollout: passes over a rollout.
@@ -50,13 +50,13 @@ class BatchPlan:
     def check_sequence_length(
         self, max_prompt_tokens: int, max_new_tokens: int, max_model_length: int, reason: str = ""
     ) -> None:
-        """Raise ConfigError if sequences are too long for the model or for a micro-batch.
+        """Raise a ConfigError if sequences are too long for the model or for a micro-batch.
 
         Args:
-            max_prompt_tokens: of a prompt.
-            max_new_tokens: of a completion.
+            max_prompt_tokens: maximum tokens of a prompt.
+            max_new_tokens: maximum tokens of a completion.
             max_model_length: maximum tokens of a sequence of the model.
-            reason: explains that maximum, if it is not the number of positions.
+            reason: explains ``max_model_length`` if it is not the model's number of positions.
         """
         longest = max_prompt_tokens + max_new_tokens
         total = f"max_prompt_tokens={max_prompt_tokens} + max_new_tokens={max_new_tokens} = {longest}"
@@ -72,7 +72,7 @@ class BatchPlan:
             )
 
     def describe(self, world_size: int) -> str:
-        """Return the derivation of the sizes as text."""
+        """Return a text that shows how the numbers of completions, minibatches and optimizer steps are derived."""
         completions = self.prompts_per_step * self.samples_per_prompt
         per_update = completions // self.updates_per_rollout
         share = f" ({completions // world_size} on each of {world_size} ranks)" if world_size > 1 else ""

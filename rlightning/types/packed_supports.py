@@ -1,9 +1,9 @@
-"""The supports of a batch's sampled tokens as one tensor, by which the trainer truncates its own distributions.
+"""The supports (tokens that truncated sampling can choose) of a batch's sampled tokens as one tensor, for the trainer.
 
-The samples contain supports of various sizes. The tensor is as wide as the largest, and made for one micro-batch at a
-time.
+The samples contain supports of various sizes. The tensor is as wide as the largest support, and is made for one
+micro-batch at a time.
 
-Letters: ``D`` tokens of all samples in a batch, ``S`` trained ones, ``K`` tokens of the largest support.
+Letters: ``D`` sampled tokens of a batch, ``S`` those that are trained on, ``K`` tokens of the largest support.
 """
 
 from typing import Protocol
@@ -22,7 +22,7 @@ NO_TOKEN = -1
 
 
 class PackedTrajectories(Protocol):
-    """The parts of a :class:`~rlightning.types.RolloutBatch` from which the samples of its tokens are found."""
+    """The fields of a :class:`~rlightning.types.RolloutBatch` by which the samples of its tokens are found."""
 
     trajectories: list[Trajectory]
     trajectory_ids: Tensor
@@ -33,7 +33,7 @@ class PackedTrajectories(Protocol):
 
 
 def pack_supports(batch: PackedTrajectories) -> Tensor | None:
-    """Return the supports of a batch's sampled tokens: [S, K] int32, filled up with -1; None if no sample has any.
+    """Return the supports of a batch's sampled tokens: [S, K] int32 ids, padded with -1; None if there are none.
 
     The tensor is computed on the CPU, and moved to the batch's device.
     """
@@ -56,14 +56,14 @@ def check_supports(batch: PackedTrajectories) -> None:
 
 
 def _has_supports(batch: PackedTrajectories) -> bool:
-    """Return whether the supports of any of a batch's samples are known."""
+    """Return whether any sample of a batch has supports."""
     return any(sample.supports is not None for one in batch.trajectories for sample in one.samples)
 
 
 def _drawn_samples(batch: PackedTrajectories) -> tuple[NDArray[np.intp], list[Sample]]:
-    """Return the positions of all samples' tokens in the batch, [D], and the samples in this order.
+    """Return the indices [D] in the batch of all sampled tokens, and the samples in the same order.
 
-    ``is_sampled`` does not suffice, since training may leave tokens out.
+    ``is_sampled`` does not suffice, since training may exclude sampled tokens.
     """
     drawn = np.flatnonzero(batch.weight_versions.cpu().numpy() >= 0)
     sequences = np.searchsorted(batch.cu_seqlens.cpu().numpy(), drawn, side="right") - 1

@@ -6,9 +6,10 @@
     sequence 1   a b c x            x
     sequence 2   a b y z            y z
 
-A token's hidden state depends only on the tokens up to it. If sequences are sorted by their tokens, each shares its
-longest prefix with the sequence before it; the remaining tokens are its own, and attend to its whole path. Prompts of a
-group, branches of a trajectory and system prompts of a data set are all found from token ids.
+A token's hidden state depends only on the tokens up to that token. If sequences are sorted by their tokens, each
+sequence shares its longest prefix with the previous one; its remaining tokens are called its own, and attend to the
+whole sequence, its path in the tree of prefixes. Prompts of a group, branches of a trajectory and system prompts of a
+data set are all found from token ids.
 """
 
 from collections.abc import Sequence
@@ -26,11 +27,11 @@ from rlightning.types.axes import move
 
 
 class Prefixes(NamedTuple):
-    """For each of ``N`` sorted sequences, the length of the prefix that it shares with the sequence before it.
+    """For each of ``N`` sorted sequences, the length of the prefix that it shares with the previous sequence.
 
     Attributes:
         order: the sequences in sorted order.
-        lengths: [N] int64, by sequence: length of its shared prefix, less than that of the sequence.
+        lengths: [N] int64, length of each sequence's shared prefix, always less than the sequence's length.
     """
 
     order: list[int]
@@ -50,21 +51,21 @@ class Prefixes(NamedTuple):
 class SharedPrefixes:
     """The layout in which a model computes a micro-batch of ``T`` tokens from ``U`` distinct ones.
 
-    Own tokens of the sequences follow each other in the sequences' sorted order, so that those who share a segment lie
-    side by side.
+    The own tokens of the sequences are concatenated in the sorted order, so that the tokens of sequences that share a
+    segment (a run of tokens that the same sequences share) are adjacent.
 
     Attributes:
-        unique: [U] int64, the tokens that are computed, as places in the batch.
-        places: [T] int64, which of them stands for each token of the batch.
-        cu_seqlens: [N+1] int32, where each sorted sequence's own tokens begin, and ``U``.
-        max_length: own tokens of the sequence that has most.
-        segments: [2 x depth, B+1] int32: a row of bounds of queries and one of bounds of keys for each depth of the
-            tree; queries ``queries[b]:queries[b+1]`` attend to all of the keys ``keys[b]:keys[b+1]``, one of which may
-            be none.
-        max_segment: most queries, and most keys, between two bounds; both at least 2.
-        paths: [T] int64, the places of each sorted sequence's tokens, one sequence after the other.
-        path_cu_seqlens: [N+1] int32, where they begin, and ``T``.
-        max_path: tokens of the longest sequence.
+        unique: [U] int64, indices in the batch of the tokens that are computed.
+        places: [T] int64, for each token of the batch the index in ``unique`` of the equal token that is computed.
+        cu_seqlens: [N+1] int32, the first of each sorted sequence's own tokens, and ``U``.
+        max_length: maximum number of a sequence's own tokens.
+        segments: [2 x depth, B+1] int32: for each depth of the tree a row of bounds of queries and a row of bounds of
+            keys; queries ``queries[b]:queries[b+1]`` attend to all keys ``keys[b]:keys[b+1]``; either range may be
+            empty.
+        max_segment: maximum numbers of queries and of keys between two bounds; both at least 2.
+        paths: [T] int64, indices in ``unique`` of all tokens of each sorted sequence, one sequence after the other.
+        path_cu_seqlens: [N+1] int32, the first token of each sequence in ``paths``, and ``T``.
+        max_path: number of tokens of the longest sequence.
     """
 
     unique: Tensor
@@ -91,7 +92,7 @@ def find_prefixes(token_ids: Tensor, cu_seqlens: Tensor) -> Prefixes:
 
     Args:
         token_ids: [T] on the CPU.
-        cu_seqlens: [N+1].
+        cu_seqlens: [N+1], bounds of the sequences.
     """
     tokens, bounds = token_ids.numpy(), cu_seqlens.tolist()
     sequences = [tokens[start:end] for start, end in pairwise(bounds)]
@@ -112,8 +113,8 @@ def share_prefixes(cu_seqlens: Tensor, prefixes: Prefixes) -> SharedPrefixes:
     """Return the layout of a micro-batch in which shared prefixes are computed once.
 
     Args:
-        cu_seqlens: [N+1], of the micro-batch.
-        prefixes: of its sequences.
+        cu_seqlens: [N+1], bounds of the micro-batch's sequences.
+        prefixes: shared prefixes of these sequences.
     """
     bounds, order = cu_seqlens.numpy().astype(np.int64), np.array(prefixes.order, np.int64)
     lengths, shared = np.diff(bounds)[order], prefixes.lengths[order]
@@ -126,7 +127,7 @@ def share_prefixes(cu_seqlens: Tensor, prefixes: Prefixes) -> SharedPrefixes:
         unique[own:end] = np.arange(bounds[n] + kept, bounds[n + 1])
     found = _find_segments(lengths.tolist(), shared.tolist(), starts.tolist())
     segments = _lay_out(found, int(starts[-1]))
-    # The kernel sets to zero what has no key, or no query. Single queries it would take to be one a sequence.
+    # The kernel sets results without a key or a query to zero. With a maximum of 1 it would assume one query each.
     longest = [max(int(rows.diff().max()), 2) for rows in (segments[::2], segments[1::2])]
     return SharedPrefixes(
         unique=torch.from_numpy(unique),
@@ -142,7 +143,7 @@ def share_prefixes(cu_seqlens: Tensor, prefixes: Prefixes) -> SharedPrefixes:
 
 
 class _Segment(NamedTuple):
-    """A run of tokens, and the tokens of those who share it: places among the ``U`` tokens."""
+    """A run of tokens (keys), and the own tokens of the sequences that share it (queries), as ranges in ``U``."""
 
     queries: int
     queries_end: int
@@ -151,15 +152,15 @@ class _Segment(NamedTuple):
 
 
 def _find_segments(lengths: Sequence[int], shared: Sequence[int], starts: Sequence[int]) -> list[_Segment]:
-    """Return the segments of a tree of sorted sequences.
+    """Return the segments in the prefix tree of sorted sequences.
 
     Args:
         lengths: [N], in tokens.
-        shared: [N], tokens that each has in common with the one before it.
-        starts: [N+1], where their own tokens begin.
+        shared: [N], number of tokens that each sequence has in common with the previous one.
+        starts: [N+1], the first of each sequence's own tokens among the ``U`` tokens.
     """
     segments = []
-    # Pieces of the path: begin and end in it, place of the first token, and where the own tokens of sharers begin.
+    # Pieces of the path: start and end in it, index of the first token, first own token of the sharing sequences.
     path: list[tuple[int, int, int, int]] = []
     for n, kept in enumerate([*shared, 0]):
         while path and path[-1][1] > kept:
@@ -175,10 +176,10 @@ def _find_segments(lengths: Sequence[int], shared: Sequence[int], starts: Sequen
 
 
 def _lay_out(segments: Sequence[_Segment], num_tokens: int) -> Tensor:
-    """Return the bounds of segments, with what lies between them: queries without keys, and keys without queries.
+    """Return the bounds of segments, including the ranges between them: queries without keys, and keys without queries.
 
-    Segments that share a query are nested, and go into different rows. Of segments that do not, the first one's
-    queries and keys lie before those of the second.
+    Segments that share a query are nested, and get different rows. Of two segments that share no query, the queries and
+    keys of the first precede those of the second.
     """
     rows = [([0], [0])]
     for one in sorted(segments, key=lambda segment: (segment.queries, -segment.queries_end)):
@@ -197,5 +198,5 @@ def _lay_out(segments: Sequence[_Segment], num_tokens: int) -> Tensor:
 
 
 def _bounds(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where parts begin that lie end to end, and where the last one ends."""
+    """Return the start of each of several concatenated parts, and the end of the last one."""
     return np.concatenate([[0], lengths.cumsum()])

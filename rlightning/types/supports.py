@@ -1,4 +1,4 @@
-"""Supports of truncated sampling: for each token of a sample, the tokens that top-k or top-p left to choose from.
+"""Supports of truncated sampling: for each token of a sample, the tokens that top-p, top-k and min-p left to sample.
 
 Workers of environments import this file in other interpreters: it needs only Python 3.10 and the standard library.
 """
@@ -13,8 +13,9 @@ class Supports:
     """For each token of a sample, the ids of the tokens from which it was drawn.
 
     Args:
-        token_ids: int32, or their bytes: all supports, concatenated.
-        sizes: [C] int32, of each support; 0 for a support that is too large, which is not corrected in the trainer.
+        token_ids: int32 numbers, or their bytes: all supports, concatenated.
+        sizes: [C] int32, number of tokens of each support; 0 for a support that is too large, for which the trainer
+            does not truncate.
     """
 
     __slots__ = ("sizes", "token_ids")
@@ -24,15 +25,15 @@ class Supports:
         self.sizes: array[int] = array("i", sizes)
 
     def __eq__(self, other: object) -> bool:
-        """Return whether all supports are equal, and in the same order."""
+        """Return whether all supports are equal, in the same order."""
         return isinstance(other, Supports) and (self.token_ids, self.sizes) == (other.token_ids, other.sizes)
 
     __hash__ = None  # type: ignore[assignment]  # as of any record that can change
 
     def __repr__(self) -> str:
-        """Return a text with all supports."""
+        """Return a text that contains all supports."""
         return f"Supports({self.token_ids!r}, {self.sizes!r})"
 
     def to_plain(self) -> list[bytes]:
-        """Return the supports in plain types, from which the class constructs them again."""
+        """Return the supports as plain values, which are the arguments of the class."""
         return [self.token_ids.tobytes(), self.sizes.tobytes()]

@@ -48,13 +48,13 @@ class Prompt(NamedTuple):
     A tuple like :class:`Turn`, because Lightning traverses batches and predictions, and fails at frozen dataclasses.
 
     Attributes:
-        index: of the row in its set; stable over epochs and resumes.
+        index: index of the row in its set; stable over epochs and resumes.
         text: the model's input, after the chat template.
         token_ids: [P], the tokens of ``text``, which are not tokenised again.
         columns: the row as it was read; reward functions get these by name.
         completion_ids: [C], the tokens of the row's own completion, for SFT; None without one.
-        temperature: of its completions; None for the run's.
-        max_new_tokens: maximum tokens of its completions, below the run's limit; None for the run's.
+        temperature: temperature of the row's completions; None for the run's.
+        max_new_tokens: maximum tokens of the row's completions, at most the run's limit; None for the run's.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index()
@@ -67,7 +67,7 @@ class Prompt(NamedTuple):
 
 
 class Buffers:
-    """Base of records with arrays, which Lightning does not traverse, unlike tuples, lists and dataclasses."""
+    """Base of records with arrays, which Lightning does not traverse as it traverses tuples, lists and dataclasses."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -93,10 +93,10 @@ class Sample(Buffers):
 
     Args:
         token_ids: [C] int64, as sampled (a final end-of-sequence token included).
-        logprobs: [C] float32, of each token under the distribution that it was sampled from.
+        logprobs: [C] float32, of each token under the distribution from which it was sampled.
         weight_versions: [C] int32, the version of the weights that sampled each token.
-        text: the decoded tokens, without special tokens and the end of sequence, but with a configured stop string or
-            stop token.
+        text: the decoded tokens, without special tokens and the end of sequence, but including a configured stop string
+            or stop token.
         finish_reason: "stop" (end of sequence or a stop string) or "length" (cut at the token limit).
         supports: for each token the tokens from which it was drawn; None for the whole vocabulary.
     """
@@ -130,7 +130,8 @@ class Turn(NamedTuple):
 
     Attributes:
         message: as in chat APIs, with ``role`` ("assistant", "tool", "user", ...) and ``content``.
-        sample: from which the policy's message was parsed; None for an observation (tool result, environment, user).
+        sample: the sample from which the policy's message was parsed; None for an observation (tool result,
+            environment, user).
     """
 
     message: dict[str, Any]
@@ -143,19 +144,19 @@ def samples_of(turns: Iterable[Turn]) -> list[Sample]:
 
 
 class Branch(Buffers):
-    """One token sequence of a trajectory. A new one begins where the history was rewritten.
+    """One token sequence of a trajectory. A new branch begins where the history was rewritten.
 
-    Tokens that were sampled in an earlier branch are history in this one, and not ``is_sampled``: every sampled token
-    is trained in exactly one branch.
+    Tokens that were sampled in an earlier branch are history in a later one, where ``is_sampled`` is 0 for them: every
+    sampled token is trained in exactly one branch.
 
     Args:
-        reason: why it began.
+        reason: why the branch began.
 
     Attributes:
         token_ids: [L] int64.
         is_sampled: [L] int8, 1 for tokens that the policy sampled into this branch.
-        logprobs: [L] float32, the sampler's; 0 where not sampled.
-        weight_versions: [L] int32, the sampler's; -1 where not sampled.
+        logprobs: [L] float32, from the sampler; 0 where not sampled.
+        weight_versions: [L] int32, version of the weights that sampled each token; -1 where not sampled.
         turns: [L] int32, the index in ``Trajectory.turns`` of the turn to which each token belongs; -1 for the prompt.
     """
 
@@ -170,7 +171,7 @@ class Branch(Buffers):
         self.turns: array[int] = array("i")
 
     def arrays(self) -> dict[str, array[int] | array[float]]:
-        """Return the values of its tokens, [L] each, by the names of the attributes."""
+        """Return the values of the branch's tokens, [L] each, by the names of the attributes."""
         return {name: value for name, value in self.attributes().items() if isinstance(value, array)}
 
     def append(self, token_ids: Sequence[int], turn: int = -1) -> None:
@@ -188,7 +189,7 @@ class Branch(Buffers):
         self.turns.extend(array("i", [turn]) * count)
 
     def first(self, count: int) -> Branch:
-        """Return a copy with only the first tokens."""
+        """Return a copy with only the first ``count`` tokens."""
         copy = Branch(self.reason)
         for name, values in self.arrays().items():
             setattr(copy, name, values[:count])
@@ -198,8 +199,8 @@ class Branch(Buffers):
         """Add the tokens that were sampled for a turn, which are trained in this branch.
 
         Args:
-            sample: of the turn.
-            turn: its index in the trajectory.
+            sample: sample of the turn.
+            turn: index of the turn in the trajectory.
         """
         count = len(sample.token_ids)
         self.token_ids.extend(sample.token_ids)
@@ -213,8 +214,8 @@ class AgentTrace(NamedTuple):
     """The turns and the reward of one agent in a trajectory of several agents.
 
     Attributes:
-        agent: its name. The rewards of traces of the same agent are compared over the prompt's trajectories.
-        reward: from the environment, for the trace.
+        agent: name of the agent. Rewards of the same agent's traces are compared over the prompt's trajectories.
+        reward: reward of the trace, from the environment.
         turns: indices of the trace's turns among the policy's turns, counted from 0; each turn belongs to one trace.
     """
 
@@ -228,19 +229,19 @@ class Trajectory:
     """One attempt at a prompt.
 
     Attributes:
-        prompt: that was attempted.
-        branches: its token sequences; more than one if the history was rewritten.
-        turns: its messages after the prompt, in order.
-        status: ``finished``; ``truncated`` by a limit on tokens or turns, but trained on; or one of those that count as
-            not sampled: ``timeout``, ``aborted`` (staleness, shutdown), ``failed`` (infrastructure).
+        prompt: the prompt that was attempted.
+        branches: token sequences; more than one if the history was rewritten.
+        turns: messages after the prompt, in order.
+        status: ``finished``; ``truncated`` by a limit on tokens or turns, but trained on; or one that counts as not
+            sampled: ``timeout``, ``aborted`` (staleness, shutdown), ``failed`` (infrastructure).
         scores: unweighted result of each reward function; None if a function does not apply.
-        reward: from the environment; None if it gives none.
-        turn_rewards: from the environment, one for each turn of the policy; None if it gives none.
+        reward: reward from the environment; None if it gives none.
+        turn_rewards: rewards from the environment, one for each turn of the policy; None if it gives none.
         metrics: numbers from the environment.
         timings: seconds of the ``trajectory`` in total, and, unless it has a single turn, of waiting for the ``engine``
             and for the ``environment``.
-        error: why it did not finish.
-        traces: of several agents, from the environment; None if all turns have the trajectory's reward.
+        error: why the trajectory did not finish; None if it did.
+        traces: traces of several agents, from the environment; None if all turns have the trajectory's reward.
     """
 
     prompt: Prompt
@@ -309,12 +310,12 @@ class Outcome:
     """The result that an environment returns at the end of a trajectory.
 
     Attributes:
-        reward: of the trajectory; None for the sum of ``turn_rewards`` or the mean of ``traces``; without these only
-            reward functions score it.
-        turn_rewards: one for each turn of the policy, parts of the trajectory's reward; None without any.
+        reward: reward of the trajectory; None for the sum of ``turn_rewards`` or the mean of ``traces``; without these,
+            only reward functions score the trajectory.
+        turn_rewards: a reward for each turn of the policy, as parts of the trajectory's reward; None without any.
         status: see :class:`Trajectory`.
         metrics: numbers to log.
-        error: why it did not finish.
+        error: why the trajectory did not finish; None if it did.
         traces: turns and reward of each of several agents; None if all turns have the trajectory's reward.
     """
 
@@ -330,7 +331,7 @@ def single_turns(prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]])
     """Return each prompt's single-turn trajectories, one for each of its samples.
 
     Args:
-        prompts: one a group.
+        prompts: one for each group.
         samples: for each prompt its samples, in any number.
     """
     pairs = zip(prompts, samples, strict=True)
@@ -355,11 +356,11 @@ def to_plain(trajectory: Trajectory) -> Plain:
 
 
 def from_plain(plain: Plain, prompt: Prompt) -> Trajectory:
-    """Return the trajectory of a :func:`to_plain` result.
+    """Return the trajectory from the plain types of :func:`to_plain`.
 
     Args:
         plain: a result of :func:`to_plain`.
-        prompt: the trajectory's.
+        prompt: the trajectory's prompt.
     """
     branches = []
     for saved in plain["branches"]:
@@ -395,7 +396,7 @@ def _sample(plain: Plain) -> Sample:
 
 
 def _buffer(typecode: str, values: Iterable[Number]) -> array[Number]:
-    """Return values as an array of this type; such an array is returned unchanged."""
+    """Return values as an array of this type code; an array of the type is returned unchanged."""
     if isinstance(values, array) and values.typecode == typecode:
         return values
     return array(typecode, values)

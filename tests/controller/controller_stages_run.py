@@ -15,7 +15,7 @@ from rlightning.callbacks import JSONLPredictions
 from rlightning.controller import RayController
 from rlightning.controller.tensor_store import tensor_store
 from rlightning.controller.worker_group import WorkerGroup
-from rlightning.controller.worker_trainer import settings_of
+from rlightning.controller.worker_trainer import trainer_settings
 from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
@@ -38,7 +38,7 @@ class InWorkers(GenerateInWorkers):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         assert tensor_store().max_bytes == MAX_STORE_BYTES
-        assert SETTINGS.items() <= settings_of(trainer).items()
+        assert SETTINGS.items() <= trainer_settings(trainer).items()
         assert trainer.datamodule.max_prompt_tokens == 58  # 64 positions, less 6 of a completion
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:

@@ -280,7 +280,7 @@ def start(project: Path, run: str, *options: str) -> "subprocess.Popen[str]":
 @pytest.mark.parametrize(
     ("number", "last_line"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")]
 )
-def test_command_to_go_on_is_shown_and_works(project: Path, number: signal.Signals, last_line: str) -> None:
+def test_resume_command_is_shown_and_works(project: Path, number: signal.Signals, last_line: str) -> None:
     run = number.name
     process = start(project, run, "--model.stop_grace", "400")
     os.killpg(process.pid, number)

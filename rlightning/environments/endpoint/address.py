@@ -12,7 +12,7 @@ LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 def find_address(host: str) -> str:
     """Return the address at which clients reach a server that listens on ``host``: the host itself.
 
-    For a wildcard address such as 0.0.0.0 it is the address from which this host connects to others, or its loopback.
+    For a wildcard such as 0.0.0.0, return the address from which this host connects to others, or its loopback address.
     """
     try:
         if not ipaddress.ip_address(host or "0.0.0.0").is_unspecified:

@@ -26,8 +26,8 @@ async def create_message(session: Session, body: JsonObject, emit: Emit) -> Repl
     thinking = body.get("thinking") or {"type": "disabled"}
     if thinking != {"type": "disabled"} and "thinking" not in session.ignored:
         raise APIError(
-            f"thinking={cut_value(thinking)} is not supported: the policy thinks as its chat template has it. Leave it "
-            "out, or add 'thinking' to the endpoint's ignored parameters (environment.endpoint.ignored).",
+            f"thinking={cut_value(thinking)} is not supported: the chat template decides how the policy reasons. Leave "
+            "it out, or add 'thinking' to the endpoint's ignored parameters (environment.endpoint.ignored).",
             param="thinking",
         )
     renamed.pop("thinking", None)

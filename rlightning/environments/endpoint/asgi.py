@@ -21,7 +21,7 @@ class ClientGoneError(Exception):
 
 
 class Request:
-    """An HTTP request; its path has no query and no trailing slash, names of headers are in lower case."""
+    """An HTTP request; its path has no query and no trailing slash, and its header names are in lower case."""
 
     def __init__(self, scope: Message, receive: Receive) -> None:
         self.method: str = scope["method"]
@@ -30,7 +30,7 @@ class Request:
         self._receive = receive
 
     async def read_json(self, max_bytes: int) -> JsonObject:
-        """Return the body parsed as a JSON object; raises an APIError if it is none, or exceeds ``max_bytes``."""
+        """Return the body as a JSON object; raises an APIError if it is not one, or exceeds ``max_bytes``."""
         read, is_whole = bytearray(), False
         while not is_whole:
             message = await self._receive()
@@ -49,7 +49,7 @@ class Request:
         return body
 
     async def wait_until_gone(self) -> None:
-        """Wait until the client has closed its connection; the body must have been read before."""
+        """Wait until the client has closed its connection; call this after the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -61,7 +61,7 @@ async def send_json(send: Send, body: object, status: int = 200, headers: Mappin
 
 
 async def send_text(send: Send, text: bytes, status: int, headers: Mapping[bytes, bytes]) -> None:
-    """Send a response with a text as its body, unchanged."""
+    """Send a response with the given bytes as its body."""
     named = [*headers.items(), (b"content-length", b"%d" % len(text))]
     await send({"type": "http.response.start", "status": status, "headers": named})
     await send({"type": "http.response.body", "body": text})

@@ -18,7 +18,7 @@ TYPES = {
 
 
 class APIError(Exception):
-    """A request is refused; it leaves the trajectory unchanged."""
+    """A request was rejected; the trajectory is unchanged."""
 
     def __init__(self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class APIError(Exception):
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Within the context, turn errors of a malformed part ``what`` of a request, or of the template, into APIErrors."""
+    """Context manager that turns errors of the template, or of a request's malformed part ``what``, into APIErrors."""
     try:
         yield
     except ConfigError as error:

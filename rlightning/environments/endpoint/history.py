@@ -17,7 +17,7 @@ SYSTEM = ("system", "developer")
 
 
 class Known(NamedTuple):
-    """A normalised message: without the differences that clients introduce unintentionally.
+    """A normalised message, without differences that clients introduce unintentionally.
 
     The role "developer" becomes "system". Tool calls are JSON, "" for none. Reasoning counts if the client sends it.
     """
@@ -37,7 +37,7 @@ class Known(NamedTuple):
 
 
 class Past(NamedTuple):
-    """A recorded conversation: its tools as JSON, and its messages, the last of which is the policy's ``turn``."""
+    """A recorded conversation: its tools as JSON, and its messages, of which the last is the policy's ``turn``."""
 
     tools: str
     messages: tuple[Known, ...]
@@ -45,7 +45,7 @@ class Past(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The recorded conversation that a client's messages continue; None if the messages have to be rendered anew.
+    """The recorded conversation that a client's messages continue; None if the messages must be rendered from scratch.
 
     The last ``num_new`` messages are not recorded yet. ``reason`` says why a branch begins, if one does.
     """
@@ -80,11 +80,11 @@ class Histories:
         return Found(None, num_new, "sampled_again" if is_repeated else self._find_reason(own, tools))
 
     def add(self, messages: Sequence[Known], tools: str, turn: RecordedTurn) -> None:
-        """Record a conversation that a turn of the policy has just ended."""
+        """Record a conversation that ends with a turn of the policy that was just sampled."""
         self._pasts.append(Past(tools, (*messages, read_known(turn.message.to_message())), turn))
 
     def _find_fork_reason(self, own: tuple[Known, ...], past: Past) -> BranchReason:
-        """Return why a branch begins: how a conversation differs from others that continue the same recorded one."""
+        """Return why a branch begins, by comparing a conversation with others that continue the same recorded one."""
         others = [one.messages for one in self._pasts if len(one.messages) > len(past.messages)]
         others = [messages for messages in others if _begins(messages, past.messages)]
         return describe_difference(own, find_closest(own, others)) if others else "sampled_again"
@@ -110,7 +110,7 @@ class Histories:
 
 
 def find_closest(own: Sequence[Known], pasts: Sequence[Sequence[Known]]) -> Sequence[Known]:
-    """Return the recorded conversation with the longest prefix in common; of equal ones, the most messages."""
+    """Return the recorded conversation with the longest common prefix; of several, the one with the most messages."""
     keys = {message[:3] for message in own}
     return max(pasts, key=lambda past: (_count_shared(own, past), sum(one[:3] in keys for one in past)))
 
@@ -171,7 +171,7 @@ def clean(messages: object) -> list[Message]:
 
 
 def to_json(value: object) -> str:
-    """Return a value as JSON in a canonical form, for comparisons; whole numbers are written as 1, never as 1.0."""
+    """Return a value as canonical JSON, for comparisons; whole numbers are written as 1, never as 1.0."""
     return json.dumps(_with_whole_numbers(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -34,7 +34,7 @@ async def complete_text(session: Session, body: JsonObject, emit: Emit) -> Reply
 
 
 async def generate_tokens(session: Session, body: JsonObject, emit: Emit) -> Reply:
-    """Answer ``/inference/v1/generate``: vLLM's route, with tokens named ``token_id:<id>`` as renderers parses them."""
+    """Answer ``/inference/v1/generate``, vLLM's route, with tokens as renderers parses them: ``token_id:<id>``."""
     unknown = [name for name in body if name not in ("token_ids", "sampling_params", "model", "stream", "cache_salt")]
     if unknown:
         raise APIError(f"Unknown parameter: '{unknown[0]}'.", param=unknown[0], code="unknown_parameter")
@@ -70,7 +70,7 @@ def list_models(session: Session) -> JsonObject:
 
 
 def read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
-    """Return the tools of a request. With the tool choice "none" the policy gets the tools, and its calls stay text."""
+    """Return a request's tools. With the tool choice "none" the template gets them, but the calls stay text."""
     choice = None if "tool_choice" in ignored else body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise APIError(
@@ -86,7 +86,7 @@ def read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
 
 
 def count_usage(answers: Answers) -> dict[str, int]:
-    """Return a request's usage: the tokens of its prompt, and of all its choices."""
+    """Return a request's usage: the numbers of tokens of its prompt and of all its choices."""
     sampled = sum(len(turn.sample.token_ids) for turn in answers.turns)
     num_prompt = answers.num_prompt_tokens
     return {"prompt_tokens": num_prompt, "completion_tokens": sampled, "total_tokens": num_prompt + sampled}
@@ -140,12 +140,12 @@ class CompletionWriter(EventWriter):
 
 
 class ChatWriter(CompletionWriter):
-    """Writes the response of a chat request: each tool call in one chunk, log-probabilities with the last chunk."""
+    """Writes the response of a chat request; in a stream, a tool call is one chunk, the last has log-probabilities."""
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """Yield the events for the part of a choice's text that later tokens cannot change."""
+        """Yield events for the new text of a choice that later tokens cannot change."""
         if choice not in self._num_written:
             yield self._delta(choice, {"role": "assistant", "content": ""})
         new = self._take_new(choice, reasoning, content)
@@ -178,7 +178,7 @@ class TextWriter(CompletionWriter):
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """Yield the events for the part of a choice's text that later tokens cannot change."""
+        """Yield events for the new text of a choice that later tokens cannot change."""
         _, text = self._take_new(choice, reasoning, content)
         if text:
             yield self._chunk({"index": choice, "text": text, "finish_reason": None, "logprobs": None})

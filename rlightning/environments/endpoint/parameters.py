@@ -1,4 +1,4 @@
-"""The sampling parameters of a request. Unsupported ones are refused with an error that names them."""
+"""The sampling parameters of a request. Unsupported parameters are rejected with an error that names them."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -54,7 +54,7 @@ class StreamOptions(BaseModel):
 
 
 class RequestParameters(BaseModel):
-    """The parameters of a request beside its messages, by OpenAI's names."""
+    """The parameters of a request besides its messages, by OpenAI's names."""
 
     model: str | None = None
     temperature: float | None = None
@@ -76,7 +76,7 @@ class RequestParameters(BaseModel):
 
     @property
     def json_schema(self) -> str | None:
-        """The JSON schema that the completion has to follow; None for free text."""
+        """The JSON schema that the completion must follow; None for free text."""
         given = self.response_format or {"type": "text"}
         if given == {"type": "text"}:
             return None
@@ -98,7 +98,7 @@ class RequestParameters(BaseModel):
 def read_parameters(
     body: Mapping[str, object], sampling: Sampling, *, ignored: Collection[str], others: Collection[str] = ()
 ) -> RequestParameters:
-    """Parse the parameters of a request, except ``ignored`` ones and the ``others``, which the route itself reads.
+    """Parse a request's parameters, except those in ``ignored``, and in ``others``, which the route itself reads.
 
     Raises an APIError for a parameter of the wrong type, or an unsupported one.
     """
@@ -125,7 +125,7 @@ def read_parameters(
 
 
 def refuse_choices(body: JsonObject) -> None:
-    """Raise an APIError for the parameter ``n``, in an API whose responses have one choice."""
+    """Raise an APIError for the parameter ``n`` in an API whose responses have one choice."""
     if "n" in body:
         raise APIError("Unknown parameter: 'n'.", param="n", code="unknown_parameter")
 
@@ -135,8 +135,8 @@ def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperatur
 
     Args:
         own: the trajectory's settings, from the run.
-        stream: number of the trajectory's random stream, so that one seed gives different samples in each trajectory.
-        temperature: of the trajectory's earlier turns; None without any.
+        stream: number of the trajectory's random stream, so that the same seed gives other samples in each trajectory.
+        temperature: temperature of the trajectory's earlier turns; None without any.
 
     Raises:
         APIError: the temperature is invalid, or differs from that of the earlier turns.

@@ -50,7 +50,7 @@ class Endpoint:
 
     Args:
         host: address to listen at; by default only programs on this host can connect. ``0.0.0.0`` for all addresses.
-        port: to listen at; 0 for a free one.
+        port: port to listen at; 0 for any free port.
         advertised_host: name or address that is given to agents, such as ``host.docker.internal`` for containers; None
             for ``host``, or, if that means all addresses, the one from which this host connects to others.
         keeps_reasoning: whether later turns keep the reasoning of earlier ones in the policy's context, so that a
@@ -162,8 +162,8 @@ class Endpoint:
         """Serve the session of one trajectory until the context exits.
 
         Raises:
-            LimitReachedError: the session's user failed after the response that a sequence has no more room.
-            Exception: sampling from the policy failed, even if the session's user caught that error.
+            LimitReachedError: the caller failed after a response said that a sequence has its maximum length.
+            Exception: sampling from the policy failed, even if the caller caught that error.
         """
         if not isinstance(policy, RecordedPolicy):
             raise TypeError("The endpoint serves policies of the trainer's process alone.")
@@ -185,7 +185,7 @@ class Endpoint:
             raise session.failure.result()
 
     def share_key(self) -> SharedKey:
-        """Return a new key that several sessions share; a header of each request names its session."""
+        """Return a new key for several sessions; a header of each request names its session."""
         shared = SharedKey()
         self._shared_keys[shared.id] = shared
         return shared
@@ -207,7 +207,7 @@ class Endpoint:
                 await self._run(route, session, body, request, send)
         except APIError as error:
             _, shape = _error_event(error, request.path)
-            # The SDKs repeat requests that failed in the server; here the trajectory has ended with it.
+            # The SDKs repeat requests after a server error, but here the error has ended the trajectory.
             is_over = error.status >= 500
             await send_json(send, shape, error.status, {b"x-should-retry": b"false"} if is_over else None)
         except ClientGoneError:
@@ -223,7 +223,7 @@ class Endpoint:
                 raise APIError(f"The request's {HEADER} names no session that is open.", 404)
             return named
         session = self._sessions.get(parts[1]) if len(parts) == 3 else None
-        # The identifier is no secret, and the key that it finds is compared in constant time.
+        # The identifier is not a secret; the key found by it is compared in constant time.
         if session is None or not hmac.compare_digest(session.key.encode(), given.encode()):
             raise APIError("The API key is of no session that is open.", 401, code="invalid_api_key")
         return session
@@ -249,7 +249,7 @@ class Endpoint:
 
 
 class RouteWork:
-    """A running route, which is cancelled if the client disconnects before its end, and is then ``is_abandoned``."""
+    """A running route, which is cancelled if the client disconnects before it ends; ``is_abandoned`` is then true."""
 
     def __init__(self, route: Route, session: Session, body: JsonObject, request: Request) -> None:
         self.is_abandoned = False
@@ -306,7 +306,7 @@ def _error_event(error: APIError, path: str) -> Event:
 
 
 async def _call(route: Route, session: Session, body: JsonObject, emit: Emit) -> Reply:
-    """Call a route; an error that the request did not cause fails the session."""
+    """Call a route; an error that the request did not cause makes the session fail."""
     try:
         return await route(session, body, emit)
     except LimitReachedError as error:

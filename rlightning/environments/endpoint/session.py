@@ -40,9 +40,9 @@ class Session:
 
     Attributes:
         id: public part of the key.
-        key: by which clients authenticate.
-        model: the policy's name: on the hub, or of the folder that it was loaded from.
-        responses: messages up to each response of ``/v1/responses``, by its id.
+        key: key with which clients authenticate.
+        model: the policy's name on the hub, or the name of the folder that it was loaded from.
+        responses: the messages up to and including each response of ``/v1/responses``, by the response's id.
         failure: error after which no request can be answered.
         num_abandoned: number of requests whose client disconnected before the response.
     """
@@ -69,11 +69,11 @@ class Session:
 
     @property
     def has_reached_limit(self) -> bool:
-        """Whether the session has sampled turns, and its last request had no room for another one."""
+        """Whether the session has sampled turns, and the last request's sequence had its maximum length."""
         return self.policy.has_reached_limit and bool(self.policy.recorder.branches)
 
     def fail(self, error: Exception) -> None:
-        """End the session with an error, with which its trajectory fails."""
+        """End the session with an error; its trajectory fails with the same error."""
         if not self.failure.done():
             self.failure.set_result(error)
 
@@ -110,7 +110,7 @@ class Session:
     async def complete(
         self, asked: RequestParameters, prompt: str | list[int], stream: TurnStream | None = None
     ) -> Answers:
-        """Continue a text or tokens. A text that extends an earlier one reuses the tokens of that one."""
+        """Continue a text or tokens. A text that extends an earlier text reuses the earlier tokens."""
         with reading("prompt"):
             history = self._tokenize(prompt) if isinstance(prompt, str) else prompt
         if not history:
@@ -135,7 +135,7 @@ class Session:
             token_ids: list[int] = tokenizer(text).input_ids
             return token_ids
         known, turn, stops = max(seen, key=lambda one: len(one[0]))
-        # The string that ended the turn was sampled, and a client writes it itself where its text goes on.
+        # The string that ended the turn was sampled; a client that continues the text writes the string itself.
         sampled, rest = turn.sample.text[len(turn.message.content) :], text[len(known) :]
         ended = next((stop for stop in stops if sampled.startswith(stop) and rest.startswith(stop)), "")
         added = tokenizer(rest.removeprefix(ended), add_special_tokens=False).input_ids
@@ -152,7 +152,7 @@ class Session:
         reason: BranchReason | None = None,
         observations: Sequence[Message] = (),
     ) -> Answers:
-        """Sample the turns that a request asks for, after the token ids ``history`` [L].
+        """Sample the turns that a request asks for, after a history of token ids [L].
 
         Args:
             begin: returns the partial message of a turn that is about to be sampled.
@@ -182,7 +182,7 @@ class Session:
             )
         except LimitReachedError:
             if not policy.recorder.branches and len(self.requests) <= 1:
-                policy.temperature = before  # nothing was sampled: the temperature is not fixed yet
+                policy.temperature = before  # nothing was sampled: the temperature is not yet fixed
             raise
         except RequestRefusedError as error:
             if sampling.json_schema is None or isinstance(error, StreamLostError):
@@ -224,7 +224,7 @@ class Session:
     def _read(
         self, sample: Sample, history: list[int], tools: Sequence[Message] | None, stops: Sequence[str], number: int
     ) -> AssistantMessage:
-        """Parse a turn as the client receives it: malformed tool calls stay text, stop strings are removed."""
+        """Parse a turn into the client's message: malformed tool calls stay text, stop strings are removed."""
         parse = self.policy.chat_format.parse
         message = parse(sample.token_ids, tools, prompt_ids=history, turn=number)
         if message.errors:
@@ -235,7 +235,7 @@ class Session:
 def render_beginning(
     chat_format: ChatFormat, messages: Sequence[Message], tools: Sequence[Message] | None
 ) -> "array[int]":
-    """Return the tokens of a trajectory's first conversation, from a cache for all trajectories of a group."""
+    """Return the tokens of a trajectory's first conversation, from a cache that a group's trajectories share."""
     beginnings, conversation = chat_format.beginnings, json.dumps([messages, tools])
     found = beginnings.pop(conversation, None)
     beginnings[conversation] = array("q", chat_format.render(messages, tools)) if found is None else found

@@ -1,4 +1,4 @@
-"""An API key that many trajectories share, for a client with one connection for all of them."""
+"""An API key for many trajectories, used by a client with one connection for all of them."""
 
 import asyncio
 import hmac
@@ -14,7 +14,7 @@ WAIT_SECONDS = 10.0
 
 
 class SharedKey:
-    """An API key, and the sessions that use it, by the names in a header of each request.
+    """An API key and the sessions that use it; a header of each request names the session.
 
     ``id`` is the public part of the key.
     """
@@ -26,7 +26,7 @@ class SharedKey:
         self._added = asyncio.Event()
 
     def is_given(self, key: str) -> bool:
-        """Return whether ``key`` is this key, by a comparison in constant time."""
+        """Compare ``key`` with this key in constant time."""
         return hmac.compare_digest(self.key.encode(), key.encode())
 
     def add(self, name: str, session: Session) -> None:
@@ -40,7 +40,7 @@ class SharedKey:
         self._sessions.pop(name, None)
 
     async def find(self, headers: Mapping[str, str]) -> Session | None:
-        """Return the session that a request names; a request without a name only reads, and gets any session."""
+        """Return the session that a request's header names; a request without the header gets any, to read only."""
         name = headers.get(HEADER)
         try:
             async with asyncio.timeout(WAIT_SECONDS):

@@ -18,14 +18,14 @@ Reply = JsonObject | None
 
 
 class Answers(NamedTuple):
-    """The turns that answer a request, one a choice, and their messages for the client."""
+    """The turns that answer a request, one for each choice, and the prompt's length in tokens."""
 
     turns: list[RecordedTurn]
     num_prompt_tokens: int
 
 
 class EventWriter(ABC):
-    """Writes the response to one request in an API's format, whole or as a stream. Texts it gets are cumulative."""
+    """Writes the response to one request in an API's format, whole or as a stream, from cumulative texts."""
 
     def __init__(self) -> None:
         self._num_written: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
@@ -40,11 +40,11 @@ class EventWriter(ABC):
 
     @abstractmethod
     def add(self, choice: int, reasoning: str, content: str) -> Iterable[Event]:
-        """Return the events for the part of a choice's text that later tokens cannot change."""
+        """Return events for the new text of a choice that later tokens cannot change."""
 
     @abstractmethod
     def end(self, answers: Answers) -> Iterable[Event]:
-        """Return the last events, when all choices are whole."""
+        """Return the last events, after all choices are complete."""
 
     def _take_new(self, choice: int, reasoning: str, content: str) -> tuple[str, str]:
         """Return the parts of a choice's texts that have not been written yet, and mark them as written."""
@@ -54,7 +54,7 @@ class EventWriter(ABC):
 
 
 class TurnStream:
-    """Emits the events of one streamed response from the first token on: an error before has an HTTP status."""
+    """Emits the events of a streamed response, beginning with its first token: earlier errors have an HTTP status."""
 
     def __init__(self, writer: EventWriter, emit: Emit) -> None:
         self._writer, self._emit = writer, emit
@@ -63,7 +63,7 @@ class TurnStream:
         self._has_begun = False
 
     def expect(self, messages: Sequence[PartialMessage | None], num_prompt_tokens: int) -> None:
-        """Prepare for turns to be sampled, with their partial messages; None if a turn is parsed only when whole."""
+        """Prepare for turns to be sampled, each with a partial message; None if only the whole turn can be parsed."""
         self._messages, self._num_prompt_tokens = messages, num_prompt_tokens
 
     def add_tokens(self, number: int, token_ids: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ class TurnStream:
             self._emit_all(self._writer.add(number, message.reasoning, message.content))
 
     def finish(self, message: AssistantMessage) -> AssistantMessage:
-        """Return the next choice's whole message, consistent with the part that the client has received."""
+        """Return the next choice's whole message, consistent with what the client has received."""
         partial = self._messages[self._num_finished]
         self._num_finished += 1
         return message if partial is None else partial.finish(message)
@@ -97,9 +97,9 @@ class TurnStream:
 async def answer(
     writer: EventWriter, emit: Emit | None, sample: Callable[[TurnStream | None], Awaitable[Answers]]
 ) -> Reply:
-    """Answer a request: with events passed to ``emit`` while the turns are sampled, or whole if ``emit`` is None.
+    """Answer a request: with events passed to ``emit`` while turns are sampled, or in one response if ``emit`` is None.
 
-    ``sample`` samples the turns, and adds their tokens to the stream that it gets.
+    ``sample`` samples the turns, and adds their tokens to its argument, the stream.
     """
     stream = None if emit is None else TurnStream(writer, emit)
     answers = await sample(stream)
@@ -124,14 +124,14 @@ class BlockWriter(EventWriter):
 
     @abstractmethod
     def _extend_block(self, kind: str, text: str) -> Iterable[Event]:
-        """Return the events that append a text to the open block."""
+        """Return the events that append ``text`` to the open block."""
 
     @abstractmethod
     def _end_block(self, kind: str, text: str) -> Iterable[Event]:
-        """Return the events that close a block, whose whole text is ``text``."""
+        """Return the events that close the open block, whose whole text is ``text``."""
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """Yield the events for the part of a choice's text that later tokens cannot change."""
+        """Yield events for the new text of a choice that later tokens cannot change."""
         new = self._take_new(choice, reasoning, content)
         for kind, text in zip(("reasoning", "content"), new, strict=True):
             if text:

@@ -69,12 +69,13 @@ class Verifiers(Environment):
         agents: names of the trained agents; None for all trainable ones.
         credit: how several agents are rewarded: "agent" by the rewards of an agent's own traces, compared with those of
             the same agent in the prompt's other episodes; "episode" all by the mean of their rewards.
-        renderer: of the model's family, such as ``qwen3``, or its configuration; None for the one that verifiers finds
-            by the model's name, which for a folder is one without tools.
+        renderer: name of the renderer, such as ``qwen3``, or its configuration; None for the one that verifiers finds
+            by the model's name (for a folder, one without tools).
         renderer_model_name: model whose tokenizer the renderer uses; None for the policy.
         num_tasks: number of tasks that are used, from the beginning of the task set.
         num_workers: number of processes.
-        max_trajectories: maximum number of concurrent episodes of a process; the time of waiting ones does not count.
+        max_trajectories: maximum number of concurrent episodes of a process; the time for which others wait does not
+            count.
         timeout: maximum seconds of an episode, after which it counts as not sampled; None for
             ``rollout.trajectory_timeout`` alone, by default an hour.
         hang_timeout: seconds without an answer after which a process counts as hanging.
@@ -132,7 +133,7 @@ class Verifiers(Environment):
         self._deaths = RestartPolicy(MAX_DEATHS)
 
     async def check(self) -> None:
-        """Start a server, and have it list its tasks; raises a ConfigError if its settings cannot be used."""
+        """Start a server, and have it list its tasks; raises a ConfigError if the settings cannot be used."""
         try:
             import zmq  # noqa: F401
         except ImportError as error:
@@ -195,7 +196,7 @@ class Verifiers(Environment):
         policy: RecordedPolicy,
         parts: dict[str, RecordedPolicy],
     ) -> Episode:
-        """Run an episode of a task; stores the policy of each of its traces in ``parts``, by the trace's id."""
+        """Run an episode of a task; store the policy of each trace in ``parts``, by the trace's id."""
         assembly = EpisodeAssembly()
         async with AsyncExitStack() as opened:
             events = await opened.enter_async_context(server.running(self._make_request(prompt, policy)))
@@ -225,7 +226,7 @@ class Verifiers(Environment):
         }
         if self.renderer is not None:
             client["renderer"] = self.renderer
-        # What is not said of the sampling is the run's own.
+        # Sampling settings that are left out are the run's.
         return {"task_data": self._find_task(prompt), "client": client, "model": name_model(policy), "sampling": {}}
 
     def _find_task(self, prompt: Prompt) -> Mapping[str, object]:
@@ -247,7 +248,7 @@ class Verifiers(Environment):
     def _read(self, episode: Episode, policy: RecordedPolicy, parts: Mapping[str, RecordedPolicy]) -> Outcome:
         """Record an episode's trained traces in ``policy``, and return its outcome.
 
-        Raises a ValueError if verifiers' tokens contradict the recorded ones, or its rewards are invalid.
+        Raises a ValueError if verifiers' tokens differ from the recorded ones, or the rewards are invalid.
         """
         if episode.has_timed_out:
             return Outcome(status="timeout", error="A deadline of verifiers' has passed.")

@@ -17,7 +17,7 @@ OVERFLOW = ("context_length_exceeded", "maximum context length")
 
 
 class Failure(BaseModel):
-    """An error, as verifiers has recorded it."""
+    """An error that verifiers has recorded."""
 
     type: str = ""
     message: str = ""
@@ -33,7 +33,7 @@ class Failure(BaseModel):
 
 
 class Node(BaseModel):
-    """A message of a trace, with the tokens that it adds to the message before."""
+    """A message of a trace, with the tokens that it adds to the previous message's."""
 
     message: JsonObject = {}
     sampled: bool = False
@@ -129,7 +129,7 @@ class Trace(BaseModel):
         matched: list[Turn] = []
         for number, node in enumerate(self.nodes):
             if not node.sampled:
-                matched += [Turn(node.message)] if matched else []  # else it is of the prompt
+                matched += [Turn(node.message)] if matched else []  # otherwise it belongs to the prompt
                 continue
             for _ in range(asked.count(number) if node.sampled_ids else 0):
                 found = next((turn for turn in left if node.matches_turn(turn)), None)
@@ -145,7 +145,7 @@ class Trace(BaseModel):
 
 
 class Episode(BaseModel):
-    """One attempt at a task."""
+    """One attempt at a task, as reported by the server."""
 
     ok: bool = False
     is_timeout: bool = False
@@ -154,7 +154,7 @@ class Episode(BaseModel):
 
     @property
     def has_timed_out(self) -> bool:
-        """Whether one of verifiers' own deadlines has passed; verifiers reports no error then."""
+        """Whether one of verifiers' own deadlines has passed; verifiers does not report this as an error."""
         return self.is_timeout or any(trace.is_timeout for trace in self.traces)
 
     def find_failure(self) -> str | None:
@@ -188,7 +188,7 @@ class EpisodeAssembly:
         return is_new
 
     def finish(self, reply: JsonObject) -> Episode:
-        """Return the assembled episode; raises a ValueError if the server has refused it, or a part is missing."""
+        """Return the assembled episode; raises a ValueError if the server rejected the task, or a part is missing."""
         if not reply.get("success"):
             raise ValueError(f"verifiers refused the task: {cut_line(str(reply.get('error')))}")
         for summary in reply["traces"]:

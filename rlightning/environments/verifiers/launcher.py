@@ -22,30 +22,30 @@ GRACE = 10.0
 
 
 class Announcement:
-    """Stands in for the queue to which the server reports its address, and sends a message to the trainer instead."""
+    """Replaces the queue to which the server reports its address, and sends a message to the trainer instead."""
 
     def __init__(self, trainer: socket.socket, found: JsonObject) -> None:
         self.trainer, self.found, self.is_made = trainer, found, False
 
     def put(self, address: object) -> None:
-        """Tell the trainer that the server listens. ``address`` is ignored: the trainer has chosen it."""
+        """Report to the trainer that the server listens. ``address`` is ignored: the trainer has chosen it."""
         self.tell(self.found)
 
     def tell(self, found: JsonObject) -> None:
-        """Send the trainer a message, only once."""
+        """Send a message to the trainer, only once."""
         if not self.is_made:
             self.is_made = True
             self.trainer.sendall(json.dumps(found).encode() + b"\n")
 
 
 class Lifeline:
-    """Stands in for the pipe by which the server detects its parent's exit, and waits for the trainer's."""
+    """Replaces the pipe by which the server detects its parent's exit, and waits for the trainer's exit instead."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def recv(self) -> None:
-        """Wait until the trainer has exited; kill the server later if it does not end by itself."""
+        """Wait until the trainer has exited; kill the server later if it does not exit."""
         while os.read(self.descriptor, 1):
             pass
         timer = threading.Timer(GRACE, lambda: os.killpg(0, signal.SIGKILL))
@@ -95,7 +95,7 @@ def run_here(config: JsonObject) -> list[str]:
 
 
 def list_tasks(config: JsonObject, count: int) -> list[JsonObject]:
-    """Return the data of the first tasks of the task set."""
+    """Return the data of the first ``count`` tasks of the task set."""
     from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
 
     if not count:

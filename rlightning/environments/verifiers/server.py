@@ -1,7 +1,7 @@
 """A server process of verifiers' environment, in verifiers' interpreter, and its client.
 
-The server itself neither lists its tasks nor reports hangs or its own end. Hence a launcher starts it and lists the
-tasks, and this module watches it.
+The server neither lists its tasks nor reports hangs or its own exit. Hence a launcher starts it and lists the tasks,
+and this module monitors it.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class ServersClosedError(ServerEndedError):
 class Announcement(NamedTuple):
     """The first message of a server, sent when it listens: the agents of its environment, and its first tasks.
 
-    Verifiers' own harnesses need the program uv.
+    ``has_uv`` says whether the host has the program uv, which verifiers' own harnesses need.
     """
 
     roles: list[str]
@@ -60,17 +60,17 @@ class EnvironmentServer:
     """A server process that can be restarted after it has exited.
 
     Args:
-        python: its interpreter.
-        config: of verifiers' environment.
-        variables: additional environment variables of its process.
-        hang_timeout: seconds without an answer after which it is killed.
+        python: path of the interpreter.
+        config: configuration of verifiers' environment.
+        variables: additional environment variables of the process.
+        hang_timeout: seconds without an answer after which the server is killed.
 
     Attributes:
         runs: queues of events of the running tasks, by name.
-        num_assigned: number of trajectories that run on it or wait for it.
+        num_assigned: number of trajectories that run on the server or wait for it.
         starting: lock that is held while the server is started.
-        is_up: whether it runs.
-        has_run: whether it has been started before.
+        is_up: whether the server runs.
+        has_run: whether the server has been started before.
     """
 
     def __init__(self, python: str, config: JsonObject, variables: Mapping[str, str], hang_timeout: float) -> None:
@@ -143,7 +143,7 @@ class EnvironmentServer:
 
     @asynccontextmanager
     async def running(self, request: JsonObject) -> AsyncIterator["asyncio.Queue[Event]"]:
-        """Run a task, and yield the server's messages; cancel the task if the context exits before the reply."""
+        """Context manager that runs a task and yields the queue of its messages; exiting early cancels the task."""
         name = secrets.token_hex(8)
         events = self.runs[name] = asyncio.Queue()
         try:
@@ -154,7 +154,7 @@ class EnvironmentServer:
                 await asyncio.shield(self._send(secrets.token_hex(8), b"cancel", {"request_id": name}))
 
     def _make_environment(self) -> dict[str, str]:
-        folder = str(Path(self._python).absolute().parent)  # holds the programs of that interpreter, such as uv
+        folder = str(Path(self._python).absolute().parent)  # contains the programs of that interpreter, such as uv
         own = environment_without_key()
         paths = {"PATH": os.pathsep.join((folder, own.get("PATH", os.defpath)))}
         modules = {"PYTHONPATH": os.pathsep.join(own_search_path())}  # for the processes that the server starts
@@ -187,14 +187,14 @@ class EnvironmentServer:
             name, kind, data = await self._socket.recv_multipart()
             heartbeat.beat()
             events = self.runs.get(name.decode())
-            if events is None:  # an answer to a heartbeat, or of a run that was cancelled
+            if events is None:  # a response to a heartbeat, or of a cancelled run
                 continue
             if kind == b"reply":
                 del self.runs[name.decode()]
             events.put_nowait((kind.decode(), msgpack.unpackb(data, strict_map_key=False)))
 
     async def _watch(self, process: ManagedProcess, heartbeat: Heartbeat, receiving: "asyncio.Task[None]") -> None:
-        """Fail all running tasks when the server exits; kill it when it hangs."""
+        """Make all running tasks fail when the server exits; kill the server when it hangs."""
         num_polls, every = 0, round(intervals.HEARTBEAT_INTERVAL / intervals.POLL_INTERVAL)
         while process.exit_code is None and not receiving.done() and heartbeat.tick() < self.hang_timeout:
             if num_polls % every == 0:

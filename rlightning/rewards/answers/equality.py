@@ -85,7 +85,7 @@ def _choice_letters(answer: Answer) -> frozenset[str]:
 
 
 def _choices_equal(reference: Answer, given: Answer) -> bool:
-    """Compare a choice with another kind of answer: an equation's right side, or the text beside the letter."""
+    """Compare a choice with another kind of answer: with the right side of an equation, or the text of the choice."""
     if isinstance(given, Choice):
         return given.rest is not None and answers_equal(reference, given.rest)
     assert isinstance(reference, Choice)
@@ -168,7 +168,7 @@ def _all_equal(reference: Sequence[Answer], given: Sequence[Answer]) -> bool:
 
 
 def _same_items(reference: Sequence[Answer], given: Sequence[Answer]) -> bool:
-    """Return whether the items of two collections can be paired so that each equals its partner."""
+    """Return whether the items of two collections can be paired so that the items of each pair are equal."""
     if len(reference) != len(given):
         return False
     left = list(given)

@@ -1,6 +1,7 @@
 """Parses formulas to sympy expressions, by math-verify's LaTeX parser, and compares their values.
 
-The import takes most of a second; it happens at the first formula that needs more than a comparison of texts.
+The parser, whose import takes most of a second, is imported for the first formula that needs more than a comparison of
+texts.
 """
 
 import re
@@ -21,8 +22,8 @@ MAX_POWER = 10**5
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
-# What the parser reads as something else: two numbers side by side as their sum, "1.2.3" as a product, primes as
-# nothing, dots as nothing; and percent signs, which belong to numbers.
+# Texts that the parser misreads: two adjacent numbers as their sum, "1.2.3" as a product, primes and dots as nothing;
+# and percent signs, which belong to numbers.
 _MISREAD = re.compile(r"\d\.\d+\.|['%~?!]{2}|'|\\prime|\\[lc]?dots|\.\.\.|\\pm|\\mp|\\approx|\\equiv|\\pmod|\\text")
 _SIDE_BY_SIDE = re.compile(r"\d\s+\d")
 _ANGLE = re.compile(r"(\d*\.?\d*[a-zA-Z]?|\\[a-zA-Z]+|\([^()]*\)|\{[^{}]*\})\s*\^\s*\\circ(?![a-zA-Z])")
@@ -36,7 +37,7 @@ _POINTS = [
 
 @lru_cache(maxsize=256)
 def parse(latex: str) -> Basic:
-    """Parse a whole normalised text to a sympy expression; None if the parser cannot read all of it.
+    """Parse a whole normalised text to a sympy expression; None if the parser cannot parse all of it.
 
     Degrees in trigonometric functions are converted to radians. A logarithm without a base, which may mean e or 10,
     gets a symbolic base.
@@ -53,7 +54,7 @@ def parse(latex: str) -> Basic:
         expression = latex2sympy(
             text, is_real=True, convert_degrees=False, normalization_config=None, conversion_config=_CONVERSION
         )
-    except Exception:  # the parser's own are plain Exceptions, and sympy adds many kinds
+    except Exception:  # the parser raises plain Exceptions, and sympy many other types
         return None
     if isinstance(expression, sympy.MatrixBase):
         return expression
@@ -80,7 +81,7 @@ def formula_equals_number(formula: str, number: Number) -> bool:
 
 
 def proportional(reference: tuple[str, str], given: tuple[str, str]) -> Fraction | float | None:
-    """Return the constant c with ``left - right = c (left' - right')`` for two pairs of sides; None without one."""
+    """Return the constant c with ``left - right = c (left' - right')`` for two equations; None if there is none."""
     sides = [parse(side) for side in (*reference, *given)]
     if any(side is None or not isinstance(side, sympy.Expr) or _is_beyond_bounds(side) for side in sides):
         return None

@@ -28,7 +28,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A letter of a multiple choice, and the text beside it."""
+    """A letter of a multiple choice question, and the text after it, if any."""
 
     letter: str
     rest: "Answer | None" = None
@@ -66,7 +66,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Numbers with colons between them."""
+    """Numbers separated by colons: a ratio or a time."""
 
     terms: tuple["Answer", ...]
     is_clock_time: bool
@@ -86,7 +86,7 @@ class Relation:
 
     Attributes:
         signs: each one of ``= < > <= >= != in ~``.
-        sides: one more than signs; texts.
+        sides: LaTeX texts, one more than ``signs``.
     """
 
     signs: tuple[str, ...]

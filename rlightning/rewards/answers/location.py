@@ -11,7 +11,7 @@ from rlightning.rewards.answers.reading import read_answer, words_of
 
 
 class Mark(NamedTuple):
-    """A marked answer in a text: the position of the mark, and the text that it marks."""
+    """A marked answer in a text: the mark's position, the marked text, and whether the mark is an ``<answer>`` tag."""
 
     place: int
     content: str
@@ -29,7 +29,7 @@ MAX_TAG_WORDS = 3
 def find_mark(text: str) -> Mark | None:
     """Return the last marked answer: in a box, after ``#### `` as in GSM8K, in ``<answer>`` or after ``[answer]``.
 
-    An empty box is a mark too, of an empty answer.
+    An empty box counts as a mark, with an empty answer.
     """
     text = _TAG.sub(r"<\1answer>", text)  # keeps the text's length
     marks = [*_boxes(text), *_hashes(text)]
@@ -55,7 +55,7 @@ def find_answer(text: str) -> Answer | None:
 
 
 def read_reference(text: str) -> Answer | None:
-    """Return the answer of a reference: the marked one, else the one stated by its sentence, else the whole text."""
+    """Return the answer of a reference: the marked one, else the one that a sentence states, else the whole text."""
     mark = find_mark(text)
     return _read_marked(text if mark is None else mark.content)
 
@@ -67,7 +67,7 @@ def _read_marked(text: str) -> Answer | None:
 
 
 def _read_tag(text: str) -> Answer | None:
-    """Return the answer inside ``<answer>``: only an answer, a sentence that states one, or a few words."""
+    """Return the answer inside ``<answer>`` tags: the whole text, what a sentence in it states, or a few words."""
     whole = read_answer(text)
     is_answer = isinstance(whole, Text) and len(text.split()) <= MAX_TAG_WORDS and not PHRASE.search(text)
     return whole if is_answer else find_unmarked(text)
@@ -77,14 +77,14 @@ def _boxes(text: str) -> list[Mark]:
     boxes = []
     end = 0
     for match in BOX.finditer(text):
-        if match.start() < end:  # inside of another one
+        if match.start() < end:  # inside another box
             continue
         if text.startswith("{", match.end()):
             closing = closing_brace(text, match.end())
             end = len(text) if closing is None else closing
-            # A box that the token limit has cut holds no answer: 7 may be the beginning of 73.
+            # A box that the token limit has cut has no answer: 7 may be the beginning of 73.
             boxes.append(Mark(match.start(), "" if closing is None else text[match.end() + 1 : closing]))
-        else:  # Without braces it is what the model means, though TeX would box one character.
+        else:  # Without braces the whole text is meant, although TeX would box only one character.
             bare = re.match(r"[\w.,/-]+", text[match.end() :])
             boxes.append(Mark(match.start(), bare[0].rstrip(".,") if bare else ""))
     return boxes
@@ -101,7 +101,7 @@ def _hashes(text: str) -> list[Mark]:
         end = text.index(content, match.start(1)) + len(content)
         if not _ANYTHING.search(text, end) and (value is not None or not BOX.search(content)):
             return [Mark(match.start(), value or content)]
-        # With words after the number it is a heading, if numbers follow below.
+        # A number with words after it is a heading, if numbers follow below.
         is_bare = value is not None and re.fullmatch(r"\W*", normalize(content)[len(value) :]) and not words_of(value)
         if value is not None and (is_bare or not _DIGIT.search(text, end)):
             return [Mark(match.start(), value)]

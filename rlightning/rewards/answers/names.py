@@ -1,4 +1,4 @@
-"""Answers that name or approximate their value: ``x = 5``, ``m + n = 73``, ``x in S``, ``x = sqrt(2), about 1.41``."""
+"""Answers that name or approximate a value: ``x = 5``, ``m + n = 73``, ``x in S``, ``x = sqrt(2), about 1.41``."""
 
 import re
 
@@ -58,7 +58,7 @@ def _is_relation(answer: Answer) -> bool:
 
 
 def _name_and_value(answer: Answer) -> tuple[str, Answer] | None:
-    """Return the one variable and its value in ``x = 5``, ``x in S``, ``x = 1, x = 2`` or ``x = 1, 2``; else None."""
+    """Return the variable and its value in ``x = 5``, ``x in S``, ``x = 1, x = 2`` or ``x = 1, 2``; else None."""
     if isinstance(answer, Relation) and set(answer.signs) == {"="}:
         name, value = answer.sides[0], answer.sides[-1]
         if not _NAME.fullmatch(name) and len(answer.sides) == 2 and _NAME.fullmatch(value) and not _has_letters(name):
@@ -112,5 +112,5 @@ def by_coordinates(answer: Answer, other: Answer) -> Answer:
 
 
 def squeeze(latex: str) -> str:
-    """Remove the spaces beside signs and braces from a formula."""
+    """Remove spaces around signs and braces in a formula."""
     return re.sub(r"\s*([^\w\s\\])\s*", r"\1", latex).strip()

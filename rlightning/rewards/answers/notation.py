@@ -19,7 +19,7 @@ _UNICODE = {sign: notation for notation, signs in _SIGNS_BY_NOTATION.items() for
 _UNICODE |= {chr(ord("０") + digit): str(digit) for digit in range(10)}
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
-# Order matters: what comes later sees what came before.
+# Order matters: later replacements apply to the results of earlier ones.
 _STYLES: Sequence[tuple[re.Pattern[str], str]] = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
@@ -92,7 +92,7 @@ _STYLES: Sequence[tuple[re.Pattern[str], str]] = [
         (r"\*\*", "^"),
         (r"\\sqrt\s*(\d+)", r"\\sqrt{\1}"),
         (r"(?<=\d)(?<!\b0)\s*x\s*(?=\$?\d)", r"\\times "),
-        # Formulas between dollars inside of a text; two amounts of money are none.
+        # Formulas between dollars inside a text; two amounts of money are not a formula.
         (r"(?<!\\)\$((?:[^$]*[\\^_{}=][^$]*|-?[\d.,]+)(?<!\\))\$(?!\d)", r" \1 "),
         (r"(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
@@ -118,7 +118,7 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 
 
 def normalize(text: str) -> str:
-    """Convert a mathematical text to one of its equivalent notations; the meaning stays."""
+    """Convert a mathematical text to the one notation in which texts are compared; the meaning does not change."""
     text = strip_wrappers(text)
     if not text.isascii():
         for sign, replacement in _UNICODE.items():

@@ -69,7 +69,7 @@ class Number:
     unit: str = ""
 
     def equals(self, other: "Number") -> bool:
-        """Return whether two numbers are equal. A percent sign means 1/100, or is a unit that the question names."""
+        """Return whether two numbers are equal. A percent sign means 1/100, or is a unit that the question asks for."""
         if units_differ(self.unit, other.unit):
             return False
         if self.is_percent == other.is_percent:
@@ -82,7 +82,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """Parse a normalised text that consists of a number with its percent sign, currency or unit; else None."""
+    """Parse a normalised text that is only a number, with its percent sign, currency or unit; else return None."""
     sign, currency = 1, ""
     before = _BEFORE.match(text)
     if before:
@@ -150,7 +150,7 @@ def _decimal(digits: str, power: str | None) -> tuple[Fraction, Fraction]:
     decimals = decimals.rstrip("0")
     value = Fraction(int((whole or "0") + decimals), 10 ** len(decimals)) * scale
     is_exact = value.denominator == 1
-    # No more digits than a float64 has mean anything.
+    # Digits beyond those of a float64 have no meaning.
     return value, Fraction(0) if is_exact else max(scale / 10 ** len(decimals), abs(value) / 10**15)
 
 

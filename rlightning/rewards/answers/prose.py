@@ -46,7 +46,7 @@ def last_value(text: str) -> Answer | None:
 
 
 def joined_math(text: str, first: re.Match[str]) -> Answer | None:
-    """Parse a formula together with those that follow it after "and" or commas."""
+    """Parse a formula together with the formulas that follow it after "and" or commas."""
     parts, end = [_content(first)], first.end()
     while connector := _CONNECTOR.match(text, end):
         following = MATH.match(text, connector.end())
@@ -90,14 +90,14 @@ def _last_number(text: str) -> Answer | None:
 
 
 def _read_run(run: str, following: str) -> Answer | None:
-    """Parse a formula; of a computation, only the result after the last equals sign."""
+    """Parse a formula; of a calculation with equals signs, only the part after the last one."""
     sides = split_top_level(run, _EQUALS)
     result = sides[-1]
     if len(sides) > 1 and _has_variables(sides[-2:], following):
         return read_answer(run)
     answer = read_answer(result)
     if isinstance(answer, Number):
-        # In "84 / 12 = 7 dozen" it is 7 that is computed.
+        # In "84 / 12 = 7 dozen" the result is 7.
         computed = read_answer(sides[-2]) if len(sides) > 1 else None
         is_computed = isinstance(computed, Number) and computed.value == answer.value
         return answer if is_computed else read_answer(_with_unit(result, following))

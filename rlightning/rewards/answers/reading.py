@@ -65,7 +65,7 @@ _WORDS = re.compile(r"[\w\s.,:'()&/%$-]*[a-zA-Z]{2,}[\w\s.,:'()&/%$!?-]*")
 def read_answer(text: str) -> Answer | None:
     """Parse the whole of ``text`` as one answer; None if it contains none, or is prose.
 
-    Only units and delimiters are left out.
+    Only units and delimiters may be left out.
     """
     if len(text) > MAX_LENGTH:
         return None
@@ -161,7 +161,7 @@ def _text(text: str) -> Text | None:
 
 
 def _formula(text: str) -> Answer | None:
-    """Parse a text of no other kind as a formula, with or without a unit."""
+    """Parse a text that is of no other kind as a formula, with or without a unit."""
     bare = _TRAILING_UNIT.sub("", text).strip()
     if bare and bare != text and not bare.endswith(("^", "_", "+", "-", "=", ",")):
         return _with_unit(_read(bare), text[len(bare) :])

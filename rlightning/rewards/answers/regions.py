@@ -18,14 +18,14 @@ _ABSOLUTE = re.compile(r"\|\s*(\\?[a-zA-Z]+)\s*\|")
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A union of intervals and sets, and the name of the variable in them ("" without one)."""
+    """A union of intervals and sets, with the name of their variable, or ""."""
 
     parts: tuple[Answer, ...]
     name: str = ""
 
 
 def to_region(answer: Answer) -> Region | None:
-    """Convert an answer to a region, or None; adjacent intervals between numbers are merged."""
+    """Convert an answer to a region, or return None; adjacent intervals between numbers are merged."""
     if isinstance(answer, Union | Listing):
         items = answer.parts if isinstance(answer, Union) else answer.items
         regions = [to_region(item) for item in items]
@@ -43,7 +43,7 @@ def to_region(answer: Answer) -> Region | None:
 
 
 def _without(points: list[Answer], name: str) -> Region | None:
-    """Return the real line without some points."""
+    """Return the real line of the variable ``name`` without some points."""
     if not all(isinstance(point, Number) for point in points):
         return None
     ordered = sorted((point for point in points if isinstance(point, Number)), key=lambda number: number.value)

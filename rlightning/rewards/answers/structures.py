@@ -38,7 +38,7 @@ _ROWS = re.compile(
 
 
 def read_listing(text: str, read: Read) -> Answer | None:
-    """Parse answers with commas, "and" or "or" between them; parts that state a variable's domain are left out."""
+    """Parse answers separated by commas, "and" or "or"; parts that state a variable's domain are left out."""
     parts = [part.strip() for part in split_top_level(text, _LIST_SEPARATOR)]
     if len(parts) < 2 or text.startswith("between "):
         return None
@@ -55,7 +55,7 @@ def read_listing(text: str, read: Read) -> Answer | None:
 
 
 def _between(answers: list[Answer | None]) -> Relation | None:
-    """Convert ``x > 1 and x < 3`` to ``1 < x < 3``; None for bounds that exclude each other, which are a union."""
+    """Convert ``x > 1 and x < 3`` to ``1 < x < 3``; None for bounds without common values, which mean a union."""
     bounds: dict[str, tuple[str, str, Number]] = {}
     for answer in answers:
         if not isinstance(answer, Relation) or len(answer.sides) != 2 or answer.signs[0] not in ("<", "<=", ">", ">="):
@@ -85,7 +85,7 @@ def join(answers: list[Answer]) -> Answer:
 
 
 def read_plus_minus(text: str, read: Read) -> Answer | None:
-    """Parse a text with a plus-minus sign to the list of both values."""
+    """Parse a text with a plus-minus sign to a list of both values."""
     if not re.search(r"\\(?:pm|mp)(?![a-zA-Z])", text):
         return None
     name, equals, value = text.partition("=")

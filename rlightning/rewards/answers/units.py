@@ -30,7 +30,7 @@ _TOKEN = re.compile(r"[a-z]+\$?|[$¢€£¥₹]|\^-?\d|/")
 def canonical_unit(text: str) -> str:
     """Return the canonical name of a unit, such as ``ft^2`` or ``mi/h``.
 
-    "" for an unknown unit, which is ignored in comparisons.
+    It is "" for an unknown unit, which is ignored in comparisons.
     """
     plain = re.sub(r"\^\s*\\circ", " degree ", re.sub(r"\\text|\\(?=\$)", " ", text))
     plain = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r" ^\1 ", plain).lower().replace(".", "").replace("\\pounds", "£")
@@ -65,7 +65,7 @@ def _read_unit(tokens: list[str]) -> tuple[str, list[str]]:
 
 
 def _find_name(name: str) -> str:
-    """Return the canonical name of a single word with its metric prefix."""
+    """Return the canonical name of a unit that is one word, with its metric prefix if there is one."""
     unit = _NAMES.get(name) or _NAMES.get(name.removesuffix("s"), "")
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "") if not unit else ""
     bare = _find_name(name.removeprefix(prefix)) if prefix and len(name) > len(prefix) + 2 else ""

@@ -1,4 +1,4 @@
-"""Whether vLLM takes adapters of a model, by its source."""
+"""Finds out from vLLM's source whether it supports adapters for a model."""
 
 import ast
 import re
@@ -23,22 +23,22 @@ NEEDED = {
 
 
 def room_for(rank: int) -> int:
-    """Return the smallest of these ranks that is at least ``rank``."""
+    """Return the smallest maximum rank that vLLM supports and that is at least ``rank``."""
     return next((size for size in RANKS if size >= rank), rank)
 
 
 def sent_bytes(adapter: AdapterSettings, itemsize: int) -> int:
-    """Return the bytes of an adapter as it is sent, of which an engine keeps a copy, also while it sleeps."""
+    """Return the bytes of an adapter as it is sent; an engine keeps this copy, even while it sleeps."""
     return itemsize * adapter.num_parameters
 
 
 def place_bytes(adapter: AdapterSettings, itemsize: int) -> int:
-    """Return the bytes that vLLM allocates for an adapter in its layers, by the maximum rank."""
+    """Return the bytes that vLLM allocates in its layers for an adapter, according to the maximum rank."""
     return itemsize * room_for(adapter.rank) * sum(outputs + inputs for outputs, inputs in adapter.modules.values())
 
 
 def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
-    """Return engine arguments that reserve room for one adapter, only in the layers that it has."""
+    """Return engine arguments that reserve memory for one adapter, only in the layers that it adapts."""
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -49,7 +49,7 @@ def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
 
 
 def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | None:
-    """Return why vLLM cannot apply an adapter to a model; None if it can, as far as its source tells.
+    """Return why vLLM cannot apply an adapter to a model; None if it can, as far as its source shows.
 
     Other obstacles, such as a module without a counterpart in the engine, raise an error after the first sync.
     """
@@ -69,7 +69,7 @@ def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | N
 
 @cache
 def find_model_class(architecture: str) -> tuple[str, str] | None:
-    """Return the module and the name of vLLM's class for an architecture; None if its registry has none."""
+    """Return the module and the name of vLLM's class for an architecture; None if vLLM has no such class."""
     registry = source_of(f"{MODELS}.registry")
     entry = re.search(rf'"{re.escape(architecture)}":\s*\(\s*"([\w.]+)",\s*"(\w+)"', registry)
     return (f"{MODELS}.{entry[1]}", entry[2]) if entry else None
@@ -77,7 +77,7 @@ def find_model_class(architecture: str) -> tuple[str, str] | None:
 
 @cache
 def supports_adapters(module: str, name: str) -> bool:
-    """Return whether a class, or one that it derives from, takes adapters."""
+    """Return whether a class, or one of its bases, supports adapters."""
     tree = ast.parse(source_of(module))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:

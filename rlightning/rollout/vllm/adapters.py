@@ -1,4 +1,4 @@
-"""Replaces the adapter of a vLLM worker by one in memory."""
+"""Replaces the adapter of a vLLM worker by one that is in memory."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,12 +30,12 @@ def install_adapter(
 
     Args:
         manager: the worker's LRUCacheWorkerLoRAManager.
-        settings: PEFT's.
-        weights: by the names in PEFT's files; vLLM scales them in place.
-        device: the worker's.
+        settings: PEFT's adapter configuration.
+        weights: the adapter's weights, by their names in PEFT's files; vLLM scales them in place.
+        device: the worker's device.
 
     Returns:
-        The adapter's modules that are not in the engine's model, which vLLM would skip silently.
+        Names of the adapter's modules that are not in the engine's model, which vLLM would skip silently.
     """
     adapters = adapters_of(manager)
     helper = PEFTHelper.from_dict(dict(settings))
@@ -53,7 +53,7 @@ def install_adapter(
     )
     packed = {name for names in adapters.packed_modules.values() for name in names}
     unplaced = sorted(adapter.loras.keys() - adapters.modules.keys() - packed)
-    # All: what a worker remembers of the last batch's adapters goes too, and a sleep has changed its memory.
+    # All: this also resets the worker's record of the last batch's adapters, whose memory a sleep has changed.
     manager.remove_all_adapters()
     forget_last_mapping(adapters)
     adapters.add_adapter(adapter)
@@ -63,7 +63,7 @@ def install_adapter(
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[None]:
-    """Within the context, layers wrapped for adapters are replaced by the model's own, under their own names."""
+    """Context manager in which the model's own layers, under their own names, replace those wrapped for adapters."""
     wrapped = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""The user's arguments of vLLM's engine: those that are passed through, and those that the run sets."""
+"""The user's arguments for vLLM's engine: which are passed through, and which only the run may set."""
 
 import ast
 import functools
@@ -62,7 +62,7 @@ CHUNKING = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_s
 
 
 def check_given(given: EngineArguments) -> None:
-    """Raise ConfigError for keys of ``rollout.engine`` that the run sets, that cannot work, or are unknown to vLLM."""
+    """Raise a ConfigError for keys of ``rollout.engine`` that the run itself sets, that cannot work, or are unknown."""
     reasons = {name: reason for reason, names in OF_THE_RUN.items() for name in names}
     known = argument_names()
     for name, value in given.items():
@@ -84,10 +84,10 @@ def check_given(given: EngineArguments) -> None:
 
 
 def check_length(given: EngineArguments, needed: int, explanation: str, model_limit: int) -> None:
-    """Raise ConfigError for a ``max_model_len`` below the run's longest sequence, or above the model's limit.
+    """Raise a ConfigError for a ``max_model_len`` below the run's longest sequence, or above the model's limit.
 
     Args:
-        given: ``rollout.engine``.
+        given: the user's arguments, ``rollout.engine``.
         needed: tokens of the longest prompt and completion.
         explanation: how ``needed`` is computed.
         model_limit: the model's number of positions.
@@ -101,7 +101,7 @@ def check_length(given: EngineArguments, needed: int, explanation: str, model_li
 
 
 def check_cpu(given: EngineArguments, max_model_len: int) -> None:
-    """Raise ConfigError for chunked prefill on a CPU, with which vLLM crashes if requests have seeds."""
+    """Raise a ConfigError for chunked prefill on a CPU, with which vLLM crashes if requests have seeds."""
     rule = "vLLM on a CPU ends when it cuts the prompts of seeded requests into chunks"
     for name in CHUNKING:
         if given.get(name):

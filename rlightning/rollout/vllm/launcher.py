@@ -47,7 +47,7 @@ LAUNCHER_VARIABLES = re.compile(
 
 
 class EngineProcess(EngineConnection):
-    """Runs ``rlightning.rollout.vllm.process`` and calls it. The constructor returns before the engine is up.
+    """Runs ``rlightning.rollout.vllm.process``, and calls its methods. The constructor returns before the engine is up.
 
     Raises:
         EngineStartError: the host lacks resources for any engine.
@@ -79,7 +79,7 @@ class EngineProcess(EngineConnection):
         return facts
 
     def _find_model(self, engine_args: EngineArguments) -> EngineArguments:
-        """Return the engine's arguments; if the model's folder is gone, with a folder of the copied files."""
+        """Return the engine's arguments; if the model's folder is gone, with a folder of its copied files instead."""
         model = Path(engine_args["model"])
         if not self.config.copies or (model / "config.json").is_file():
             return engine_args
@@ -91,7 +91,7 @@ class EngineProcess(EngineConnection):
         return engine_args | {"model": str(copy)}
 
     def _with_log(self, config: EngineConfig) -> EngineConfig:
-        """Return the configuration with a writable log file: in the scratch folder if its own cannot be written."""
+        """Return the configuration with a writable log file, in the scratch folder if the configured one is not."""
         try:
             config.log_file.parent.mkdir(parents=True, exist_ok=True)
             config.log_file.open("ab").close()
@@ -107,7 +107,7 @@ class EngineProcess(EngineConnection):
             return EngineDiedError("The engine has been closed.")
         loop = asyncio.get_running_loop()
         try:
-            # One that has closed its connection is about to exit by itself; one that refuses its arguments serves on.
+            # A process that closed its connection exits by itself; one that rejects its arguments continues to serve.
             is_leaving = how == "died" and (self._peer is None or self._peer.closed.done())
             grace = intervals.ENGINE_EXIT_GRACE if is_leaving else 0.0
             code = await loop.run_in_executor(None, self._process.wait, grace)
@@ -117,15 +117,13 @@ class EngineProcess(EngineConnection):
             self._scratch.remove()
 
     def _explain(self, how: str, code: int | None) -> EngineError:
-        """Return the error of an engine that has ended: how, its exit code if it ended by itself, and the cause in its
-        log.
-        """
+        """Return the error of an engine that has ended: how, with which exit code, and the cause in its log."""
         if self._is_closing:
             return EngineDiedError("The engine has been closed.")
         end = f" ({self._process.describe_end()})" if code is not None else ""
         place = f"(Its log is {self.config.log_file})"
         log_tail = f"The end of {self.config.log_file}:\n{self._process.log_tail()}"
-        # An engine that exits by itself while it starts would do so again.
+        # An engine that exits by itself while starting would do so again.
         if not self.ready.done() and code is not None and (code > 0 or -code in FAULTS):
             cause = self._find_cause()
             if cause:
@@ -138,15 +136,16 @@ class EngineProcess(EngineConnection):
         self._scratch.remove()
 
     def _find_cause(self) -> str:
-        """Return why the engine did not start, from its log or else from the host's resources; "" if unknown."""
+        """Return why the engine did not start, from its log, or else from the host's resources; "" if unknown."""
         cause = find_cause(self._process.log_lines()) or ""
         return cause if cause and not cause.startswith(FATAL) else f"{cause} {describe_host()}".strip()
 
 
 def find_cause(lines: Sequence[str]) -> str | None:
-    """Return a log's root cause in a line: its last error that does not follow from another; None without errors.
+    """Return the root cause of an error in a log, as one line: the last error that did not follow from another; None
+    without errors.
 
-    To an error without a message, such as a failed assertion, its file, line and code are added.
+    For an error without a message, such as a failed assertion, the line contains its file, line number and code.
     """
     cause, place = None, ""
     for before, line in itertools.pairwise(LOG_PREFIX.sub("", line) for line in ("", *lines)):
@@ -158,30 +157,30 @@ def find_cause(lines: Sequence[str]) -> str | None:
 
 
 def engine_environment(config: EngineConfig, scratch: str) -> dict[str, str]:
-    """Return the environment variables of an engine's process; ``scratch`` is its temporary folder."""
+    """Return the environment variables of an engine's process; ``scratch`` is the engine's temporary folder."""
     environment = {k: v for k, v in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(k)}
     package = str(Path(rlightning.__file__).parent.parent)
     paths = [package, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment |= {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",  # a signal that ends it, as by a full /dev/shm, is said in its log
-        "PYTHONWARNINGS": "ignore:resource_tracker",  # trackers clean up behind a killed engine: see process_group
+        "PYTHONFAULTHANDLER": "1",  # its log reports a signal that ends it, such as for a full /dev/shm
+        "PYTHONWARNINGS": "ignore:resource_tracker",  # trackers clean up after a killed engine: see process_group
         "VLLM_NO_USAGE_STATS": "1",
-        # vLLM leaves its sockets and rendezvous files behind.
+        # vLLM does not remove its sockets and rendezvous files.
         "VLLM_RPC_BASE_PATH": scratch,
         "TMPDIR": scratch,
     }
     # The cache of compiled code outlives the engine; by default it would be in TMPDIR.
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{os.getuid()}")
-    # What torch does on the host in an engine beside a GPU is small.
+    # torch computes little on the host of an engine with a GPU.
     environment.setdefault("OMP_NUM_THREADS", "1" if config.device.type == "cuda" else str(torch.get_num_threads()))
     if config.device.type == "cuda":
         if config.visible_devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(config.visible_devices)
     else:
-        # Its log-probability code is compiled even in eager mode, 3 to 15 s that gain nothing on a CPU.
+        # vLLM compiles its log-probability code even in eager mode: 3 to 15 s without a gain on a CPU.
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-        # Or vLLM makes a process for its only worker, and 400 MB of shared memory to talk to it.
+        # Otherwise vLLM starts a process for its only worker, with 400 MB of shared memory for messages.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment | config.environment

@@ -1,4 +1,4 @@
-"""Memory of a device that vLLM engines take: ``utilization x device = weights + activations + KV cache``."""
+"""The device memory of vLLM engines: ``utilization x device memory = weights + activations + KV cache``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -33,20 +33,20 @@ On an H200 it is within 0.5 GiB of what vLLM 0.24 measures for 0.6B and 4B shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """The memory that all engines on one device take together.
+    """The memory that all engines on one device use together.
 
     Attributes:
-        num_engines: on the device.
-        utilization: the share of the device's memory that they may take.
-        can_sleep: whether they free their memory during an update.
+        num_engines: number of engines on the device.
+        utilization: share of the device's memory that all engines together may use.
+        can_sleep: whether the engines free their memory during an update.
         weights: bytes of weights.
-        asleep: bytes of sent adapters, which are kept in addition, also while the engines sleep.
+        asleep: bytes of copies of adapters, which are kept in addition, even while the engines sleep.
         activations: estimated bytes of a forward pass and of sampling.
         token: bytes of one token in the KV cache.
         block_tokens: tokens of a block of the KV cache.
         longest: tokens of the longest sequence.
-        max_sequences: maximum number of sequences that are computed at once.
-        kv_cache_bytes: the user's size of the KV caches; None derives it from the utilization.
+        max_sequences: maximum number of sequences that are computed concurrently.
+        kv_cache_bytes: size of the KV caches, if the user sets it; None to derive it from the utilization.
     """
 
     num_engines: int = 1
@@ -68,32 +68,32 @@ class EngineMemory:
 
     @property
     def wanted(self) -> int:
-        """Bytes of the KV cache for ``max_sequences`` of the maximum length, or the user's size."""
-        # A block more for each: vLLM schedules a step ahead.
+        """Bytes of the KV caches: the user's size, or enough for ``max_sequences`` sequences of the maximum length."""
+        # One more block for each: vLLM schedules a step ahead.
         most = self.max_sequences * (self.sequence + self.block_tokens * self.token)
         return most if self.kv_cache_bytes is None else self.kv_cache_bytes
 
     def available(self, device_memory: int) -> int:
-        """Return the bytes of the device that are left for the KV cache; negative if the rest does not fit."""
+        """Return the bytes of the device that remain for the KV caches; negative if the other parts do not fit."""
         if self.kv_cache_bytes is not None:
             return self.kv_cache_bytes
         return int(self.utilization * device_memory) - self.weights - self.activations
 
     def certain(self, device_memory: int) -> int:
-        """Return the bytes that are left for the KV cache if the arithmetic is off by ``MISSED_BYTES``."""
+        """Return the bytes that remain for the KV caches even if the estimate is off by ``MISSED_BYTES``."""
         available = self.available(device_memory)
         return available - min(MISSED_BYTES, max(available, 0) // 10)
 
     def kv_cache(self, device_memory: int) -> int:
-        """Return the bytes of the KV cache; negative if the rest does not fit."""
+        """Return the bytes of the KV caches; negative if the other parts do not fit."""
         return self.wanted if self.wanted < self.certain(device_memory) else self.available(device_memory)
 
     def num_sequences(self, device_memory: int) -> int:
-        """Return the number of sequences of the maximum length that the KV cache can hold at once."""
+        """Return the number of sequences of the maximum length that fit into the KV caches at the same time."""
         return max(self.kv_cache(device_memory), 0) // self.sequence
 
     def longest_sequence(self, device_memory: int) -> int:
-        """Return the tokens of the longest sequence that fits the KV cache."""
+        """Return the tokens of the longest sequence that fits into the KV cache."""
         return max(self.available(device_memory), 0) // self.token // self.block_tokens * self.block_tokens
 
 
@@ -108,8 +108,8 @@ def read_engine(
     """Return the memory of engines with the same arguments on the same device.
 
     Args:
-        config: the model's.
-        arguments: of vLLM's EngineArgs for each engine, with those of
+        config: configuration of the model.
+        arguments: arguments of vLLM's EngineArgs for each engine, with those of
             :func:`~rlightning.rollout.vllm.settings.derive_settings`.
         block_tokens: tokens of a block, if the arguments do not set it.
         num_engines: number of engines.
@@ -123,7 +123,7 @@ def read_engine(
     heads = text_config.num_attention_heads + 2 * num_key_value_heads(config)
     width = 3 * text_config.hidden_size + (heads * head_size(config) + 3 * inner_size(config)) // size
     activations = itemsize * num_engines * int(arguments["max_num_batched_tokens"]) * width
-    # The sampler works in float32 on logits, log-probabilities and noise.
+    # The sampler computes in float32 on logits, log-probabilities and noise.
     activations += 3 * 4 * num_sequences * text_config.vocab_size
     kv_itemsize = 1 if "fp8" in cache or "int8" in cache else itemsize
     return EngineMemory(
@@ -143,23 +143,23 @@ def read_engine(
 def kv_cache_setting(
     arguments: EngineArguments, config: PreTrainedConfig, device: torch.device, *, is_alone: bool = True
 ) -> dict[str, int]:
-    """Return vLLM's argument for the size of the KV cache; nothing where vLLM's own measurement is as good.
+    """Return vLLM's argument for the size of the KV cache; empty if vLLM's own measurement is as good.
 
-    vLLM measures the device's free memory, not its process, and so counts what an actor or another engine allocates
-    while it starts. A size is returned unless the engine has the device to itself, and also if all sequences at once
-    need less than the available memory.
+    vLLM measures the free memory of the device, not its own use, and so counts what an actor or another engine
+    allocates while it starts. A size is returned unless the engine is alone on the device; also if all sequences
+    together need less than the available memory.
 
     Args:
         arguments: see :func:`read_engine`; without ``kv_cache_memory_bytes``.
-        config: the model's.
-        device: of the engine.
+        config: configuration of the model.
+        device: device of the engine.
         is_alone: whether no actor or other engine allocates memory on the device while this one starts.
 
     Returns:
         One argument, or none.
 
     Raises:
-        ConfigError: if the engine is not alone, and there is no room for a sequence.
+        ConfigError: the engine is not alone, and a sequence does not fit.
     """
     if device.type != "cuda":
         wanted = read_engine(config, arguments, block_tokens=CPU_BLOCK_TOKENS).wanted
@@ -183,11 +183,10 @@ def kv_cache_setting(
 
 
 def check_kv_cache(arguments: EngineArguments, config: PreTrainedConfig | None, *, is_cuda: bool) -> None:
-    """Check that a KV cache of the user's size holds one sequence of the maximum length, and the block that vLLM
-    reserves.
+    """Check that a KV cache of the user's size can hold one sequence of maximum length and vLLM's reserved block.
 
     Raises:
-        ConfigError: names the given and the needed size.
+        ConfigError: names the given and the required size.
     """
     if config is not None and not _is_cached_whole(config):
         return
@@ -212,6 +211,6 @@ def check_kv_cache(arguments: EngineArguments, config: PreTrainedConfig | None, 
 
 
 def _is_cached_whole(config: PreTrainedConfig) -> bool:
-    """Whether every layer caches every token, so that the cache size of a sequence is known."""
+    """Whether every layer caches every token, so that the size of a sequence in the cache is known."""
     kinds = read_setting(config, "layer_types") or []
     return {"full_attention"}.issuperset(kinds) and read_setting(config, "sliding_window") is None

@@ -1,9 +1,9 @@
-"""Tensors that vLLM derives from loaded weights, which each weight sync has to compute again.
+"""Tensors that vLLM derives from loaded weights, which have to be recomputed after each weight sync.
 
 vLLM's ``load_weights`` sets the parameters only. Two kinds of layers compute with tensors derived from them. CPU
-kernels for experts replace the parameters by packed ones, into which later weights would be written at wrong places.
-Latent attention decodes with two halves of ``kv_b_proj``, which would stay those of the first weights. Neither fault
-raises an error, and the second does not change a prompt's log-probabilities.
+kernels for experts replace the parameters by packed ones, into which later weights would be written at wrong positions.
+Latent attention decodes with two halves of ``kv_b_proj``, which would keep the values of the first weights. Neither
+fault raises an error, and the second does not change a prompt's log-probabilities.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _unpacked: WeakKeyDictionary[nn.Module, dict[str, tuple[nn.Parameter, Tensor]]] 
 
 
 class LatentAttention(Protocol):
-    """A layer of latent attention, which keeps the halves of ``kv_b_proj``."""
+    """A layer of latent attention, which stores the two halves of ``kv_b_proj``."""
 
     kv_b_proj: nn.Module
 
@@ -30,7 +30,7 @@ class LatentAttention(Protocol):
 
 
 def keep_experts_unpacked() -> None:
-    """Have vLLM's experts on a CPU keep their unpacked weights. Called before a model is made."""
+    """Have vLLM's experts on a CPU keep their unpacked weights. Called before a model is created."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -64,7 +64,7 @@ def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _split_again(layer: LatentAttention, dtype: torch.dtype) -> None:
-    """Split ``kv_b_proj`` again, into the same memory, whose address CUDA graphs hold."""
+    """Split ``kv_b_proj`` again, into the same memory, because CUDA graphs refer to its address."""
     before = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
     layer.process_weights_after_loading(dtype)
     for name, old in before.items():

@@ -1,8 +1,8 @@
 """The engine process: ``python -m rlightning.rollout.vllm.process FOLDER SOCKET LIFELINE`` serves its parent.
 
 The trainer calls ``start`` with the engine's arguments, and then the methods of
-:class:`~rlightning.rollout.vllm.server.VLLMServer`. It sends heartbeats while the engine's workers answer. The process
-ends, with all that it started, when the trainer has ended in any way.
+:class:`~rlightning.rollout.vllm.server.VLLMServer`. The process sends heartbeats while the engine's workers answer.
+When the trainer has ended in any way, the process ends with all processes that it has started.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class EngineHost:
     """The methods of this process that the trainer may call.
 
     Attributes:
-        methods: by name; once the engine is up, also the engine's.
+        methods: methods by name; once the engine is up, also the engine's.
         failure: future that raises the error that ended the engine.
     """
 
@@ -95,7 +95,7 @@ class EngineHost:
         await asyncio.Event().wait()
 
     async def _watch_core(self, server: VLLMServer) -> None:
-        # A call other than generate() that its end finds waiting would wait for ever.
+        # A call other than generate() that is waiting when the engine ends would wait forever.
         while not server.engine.errored:
             await asyncio.sleep(intervals.POLL_INTERVAL)
         await self._fail(server.engine.dead_error)
@@ -105,8 +105,8 @@ class ParentWatch:
     """Ends this process's group when the trainer has ended.
 
     Args:
-        lifeline: end of a pipe, whose other end the trainer holds.
-        scratch: temporary folder that is removed then.
+        lifeline: end of a pipe whose other end the trainer keeps open.
+        scratch: temporary folder that is then removed.
     """
 
     def __init__(self, lifeline: int, scratch: Path) -> None:
@@ -116,7 +116,7 @@ class ParentWatch:
         self._thread.start()
 
     def _run(self) -> None:
-        # A child that the trainer has forked holds the pipe open too: its end alone does not tell.
+        # A child that the trainer has forked holds the pipe open too: waiting for the pipe's end does not suffice.
         while os.getppid() == self._parent:
             if select.select([self._lifeline], [], [], intervals.HEARTBEAT_INTERVAL)[0]:
                 break
@@ -124,7 +124,7 @@ class ParentWatch:
         end_own_group(self._scratch)
 
     def finish(self) -> None:
-        """If the process group is being ended, wait until that is done and the temporary folder is removed."""
+        """If the process group is being ended, wait until it has ended and the temporary folder is removed."""
         if self._is_ending.is_set():
             self._thread.join()
 
@@ -141,7 +141,7 @@ def main() -> None:
     folder, connection, lifeline = sys.argv[1:4]
     raise_open_files()
     gc.freeze()  # what is imported stays: vLLM collects garbage five times as it starts, each time 0.3 s over that
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     watch = ParentWatch(int(lifeline), Path(folder))
 
     async def run() -> None:
@@ -150,7 +150,7 @@ def main() -> None:
         except Exception:  # into the log, which the trainer quotes
             traceback.print_exc()
         watch.finish()
-        os._exit(1)  # vLLM's own way out takes seconds; the trainer ends what it leaves
+        os._exit(1)  # vLLM's own shutdown takes seconds; the trainer ends remaining processes
 
     asyncio.run(run())
 

@@ -3,9 +3,9 @@
 The core is one Python process that loops over all running sequences in every step. For a small model this takes longer
 than the GPU's part of the step (docs/performance.md), mostly without need: a sequence whose last block has room, and
 which the sampled token does not end, needs only one more token. Such sequences are deferred: their tokens are written
-into arrays, for all of them at once. A sequence is returned to vLLM's code, with its tokens, when its state may change:
-its block is full, it ends, it is aborted or paused, or the KV cache runs out. The schedule and the blocks are the same
-as vLLM's.
+into arrays, for all sequences together. A sequence is returned to vLLM's code, with its tokens, when its state may
+change: its block is full, it ends, it is aborted or paused, or the KV cache runs out. The schedule and the blocks are
+the same as vLLM's.
 
 Tokens of a sequence that is read only at its end are sent to the client process :data:`TOKENS_AT_ONCE` at a time; all
 of them before a pause begins.
@@ -71,10 +71,10 @@ class Tokens:
 
 
 class DeferredSequences:
-    """Deferred sequences, as rows of arrays: each step samples one token of each, and nothing else of them changes.
+    """Deferred sequences, as rows of arrays: each step samples one token of each, and changes nothing else of them.
 
     Attributes:
-        rows: row of each request's id.
+        rows: row of each request, by its id.
         step: the number of the next step to be scheduled.
         stop_ids: tokens that end any of the sequences.
     """
@@ -85,14 +85,14 @@ class DeferredSequences:
         self.stop_ids = np.array([], np.int64)
         self._free = list(range(most))
         self._due: dict[int, list[str]] = defaultdict(list)
-        # Of each row: the first step, the step before which it ends, what vLLM counts at the first; what has come back.
+        # Of each row: the first step, the step before which it ends, vLLM's count at the first; the outputs so far.
         self._first, self._end, self._computed, self._prompt, self._count = np.zeros((5, most), np.int64)
         size = (most, block_tokens + MOST_IN_FLIGHT)
         self._ids, self._ranks = np.zeros((2, *size), np.int64)
         self._logprobs = np.zeros(size, np.float32)
 
     def begin(self, request: Request, num_steps: int) -> None:
-        """Defer a request for the next ``num_steps``."""
+        """Defer a request for the next ``num_steps`` steps."""
         name, row = request.request_id, self._free.pop()
         self.rows[name] = row
         self._first[row], self._end[row] = self.step, self.step + num_steps
@@ -101,19 +101,19 @@ class DeferredSequences:
         self._due[self.step + num_steps].append(name)
 
     def end(self, name: str) -> tuple[int, Tokens]:
-        """Stop deferring a request; return the number of steps scheduled meanwhile, and the sampled tokens."""
+        """Stop deferring a request; return the number of steps scheduled in the meantime, and the sampled tokens."""
         row = self.rows.pop(name)
         self._free.append(row)
         columns = (column[row, : self._count[row]].tolist() for column in (self._ids, self._logprobs, self._ranks))
         return int(self.step - self._first[row]), Tokens(*columns)
 
     def due(self) -> list[str]:
-        """Return the requests whose time is over when the next step is scheduled."""
+        """Return the requests that must no longer be deferred when the next step is scheduled."""
         names = self._due.pop(self.step, [])
         return [name for name in names if name in self.rows and self._end[self.rows[name]] == self.step]
 
     def schedule(self, output: SchedulerOutput) -> None:
-        """Add one token of each deferred sequence to a step of vLLM's."""
+        """Add one token of each deferred sequence to a step that vLLM has scheduled."""
         names, rows = list(self.rows), np.fromiter(self.rows.values(), np.int64, len(self.rows))
         computed = self._computed[rows] + self.step - self._first[rows]
         cached = output.scheduled_cached_reqs
@@ -124,11 +124,11 @@ class DeferredSequences:
         output.num_scheduled_tokens |= dict.fromkeys(names, 1)
         output.total_num_scheduled_tokens += len(names)
 
-    def take_in(self, output: ModelRunnerOutput) -> tuple[set[str], list[str]]:
+    def record(self, output: ModelRunnerOutput) -> tuple[set[str], list[str]]:
         """Record the sampled tokens of a step.
 
         Returns:
-            The requests whose tokens were recorded; those that must be deferred no longer, because they may end.
+            The requests whose tokens were recorded, and those that must no longer be deferred, because they may end.
         """
         names, sampled = output.req_ids, output.sampled_token_ids
         rows = np.fromiter(map(self.rows.get, names, repeat(-1)), np.int64, len(names))
@@ -156,7 +156,7 @@ class DeferredSequences:
 
 @functools.cache
 def is_tested(version: str) -> bool:
-    """Return whether sequences may be deferred with a version of vLLM; if not, log it once in a process."""
+    """Return whether this module's deferring of sequences was tested with a version of vLLM; if not, log that once."""
     if version.startswith(TESTED_VERSIONS):
         return True
     log.warning(
@@ -168,8 +168,8 @@ def is_tested(version: str) -> bool:
     return False
 
 
-def is_seen_whole(request: Request) -> bool:
-    """Return whether a request's output is read only at its end, without stop strings, and only the sampled tokens."""
+def is_read_at_end(request: Request) -> bool:
+    """Return whether a request's output is read only at its end, has no stop strings, and only the sampled tokens."""
     params = request.sampling_params
     if params is None or params.logprobs != 0 or params.prompt_logprobs is not None or params.detokenize:
         return False
@@ -183,7 +183,7 @@ class RolloutScheduler(Scheduler):
 
     Attributes:
         deferred: sequences that vLLM's code skips.
-        unsent: tokens held back of requests that are read only at their end, by request id.
+        unsent: tokens that are not yet sent, of requests that are read only at their end, by request id.
     """
 
     has_placeholders = False
@@ -201,8 +201,8 @@ class RolloutScheduler(Scheduler):
         self._may_hold_back = not any(getattr(self, name, None) for name in further)
 
     def _is_plain(self) -> bool:
-        """Whether vLLM does nothing with a sequence inside a block that this module does not reproduce."""
-        groups = self.kv_cache_config.kv_cache_groups  # layers with a window free blocks as the sequence grows
+        """Whether this module reproduces everything that vLLM does with a sequence inside a block."""
+        groups = self.kv_cache_config.kv_cache_groups  # layers with a sliding window free blocks as the sequence grows
         is_single = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
         has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp or self.lora_config
         has_room = self.max_num_running_reqs <= self.max_num_scheduled_tokens
@@ -212,7 +212,7 @@ class RolloutScheduler(Scheduler):
         return is_tested(vllm.__version__)
 
     def add_request(self, request: Request) -> None:
-        """Add a request; a canary's goes to the front of the queue, because the trainer waits for it."""
+        """Add a request; one for the canary goes to the front of the queue, because the trainer waits for it."""
         super().add_request(request)
         params = request.sampling_params
         if params is not None and params.prompt_logprobs is not None and request in self.waiting:
@@ -241,7 +241,7 @@ class RolloutScheduler(Scheduler):
         return output
 
     def _schedule_deferred(self, output: SchedulerOutput) -> None:
-        """Add the deferred sequences to a step of the others."""
+        """Add the deferred sequences to a step of the other sequences."""
         self.deferred.schedule(output)
         scheduled, names = output.num_scheduled_tokens, [request.request_id for request in self.running]
         output.num_scheduled_tokens = {name: scheduled[name] for name in names if name in scheduled}  # in this order
@@ -257,7 +257,7 @@ class RolloutScheduler(Scheduler):
         return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _fits(self, awake: list[Request]) -> bool:
-        """Whether the KV cache has room for these requests without preempting any, deferred ones included."""
+        """Whether the KV cache has blocks for these and the deferred requests without preempting any."""
         needed = 0
         for request in awake:
             if request.is_prefill_chunk:
@@ -267,7 +267,7 @@ class RolloutScheduler(Scheduler):
         return needed <= self._num_free_blocks()
 
     def _defer(self, requests: Iterable[Request]) -> None:
-        """Defer those of ``requests`` that may be, unless the KV cache is so full that they would soon be woken."""
+        """Defer those of ``requests`` that can be, unless the KV cache is so full that they would soon return."""
         if self._is_paused or self._num_free_blocks() <= len(self.running):
             return
         for request in requests:
@@ -275,10 +275,10 @@ class RolloutScheduler(Scheduler):
                 self.deferred.begin(request, num_steps)
 
     def _steps_to_defer(self, request: Request) -> int:
-        """Return the number of steps, from the next one on, that only sample one token of a request."""
+        """Return the number of steps, beginning with the next, in which a request only gets one more token."""
         if not self._may_defer or request.request_id not in self.unsent or request.is_prefill_chunk:
             return 0
-        # A piece of a prompt is still in flight, or what was when the request had to make way for others.
+        # A chunk of the prompt is still in flight, or was when the request was preempted.
         if _counted(request, "num_in_flight_tokens") > MOST_IN_FLIGHT:
             return 0
         if _counted(request, "num_stale_output_tokens") or _counted(request, "async_tokens_to_discard"):
@@ -286,7 +286,7 @@ class RolloutScheduler(Scheduler):
         computed = request.num_computed_tokens
         offset = computed % self.block_size
         most_tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        # A step that computes token p samples token p + 2 of all, if p counts from 0.
+        # A step that computes token p (counted from 0) samples the token after it, so that there are p + 2 tokens.
         num_steps = min(self.block_size - 1 - offset, most_tokens - 3 - computed)
         return num_steps if offset and num_steps > 0 else 0
 
@@ -312,7 +312,7 @@ class RolloutScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Record the sampled tokens of a step, and return the outputs to send."""
         if self.deferred.rows:
-            quiet, loud = self.deferred.take_in(model_runner_output)
+            quiet, loud = self.deferred.record(model_runner_output)
             self._wake(loud)
             left = {name: n for name, n in scheduler_output.num_scheduled_tokens.items() if name not in quiet}
             scheduler_output = replace(scheduler_output, num_scheduled_tokens=left)
@@ -333,12 +333,12 @@ class RolloutScheduler(Scheduler):
         return outputs
 
     def _is_sent(self, output: EngineCoreOutput) -> bool:
-        """Whether a request's output is sent now, together with the tokens that were held back."""
+        """Whether a request's output is sent now, with its tokens that were not yet sent."""
         name, has_ended = output.request_id, output.finish_reason is not None
         unsent = self.unsent.get(name)
-        if unsent is None:  # the first one also says what vLLM found of the prompt
-            if not has_ended and self._may_hold_back and is_seen_whole(self.requests[name]):
-                self._expect(self.requests[name])
+        if unsent is None:  # the first output also has the number of cached prompt tokens
+            if not has_ended and self._may_hold_back and is_read_at_end(self.requests[name]):
+                self._hold_back(self.requests[name])
             return True
         if output.new_logprobs is not None:
             ids, logprobs, ranks = output.new_logprobs[:3]
@@ -353,8 +353,8 @@ class RolloutScheduler(Scheduler):
             self.unsent[name] = Tokens()
         return True
 
-    def _expect(self, request: Request) -> None:
-        """Hold back the tokens of a request from now on."""
+    def _hold_back(self, request: Request) -> None:
+        """From now on, do not send a request's tokens one by one."""
         self.unsent[request.request_id] = Tokens()
         params: Any = request.sampling_params
         stop_ids = {*(params.stop_token_ids or ()), *([] if params.eos_token_id is None else [params.eos_token_id])}
@@ -362,7 +362,7 @@ class RolloutScheduler(Scheduler):
             self.deferred.stop_ids = np.array(sorted(stop_ids | known), np.int64)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> Any:
-        """End requests from outside, all of them for None. Tokens that were held back are not sent."""
+        """Abort requests, or all of them for None. Tokens that were not yet sent are dropped."""
         ids = self.requests if request_ids is None else request_ids
         names = [ids] if isinstance(ids, str) else list(ids)
         self._wake(names)
@@ -371,17 +371,17 @@ class RolloutScheduler(Scheduler):
         return super().finish_requests(names, finished_status)
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Pause or continue."""
+        """Pause or continue scheduling."""
         self._wake(list(self.deferred.rows))
         self._is_paused = pause_state != PauseState.UNPAUSED
         super().set_pause_state(pause_state)
 
     def has_requests(self) -> bool:
-        """See Scheduler: whether there is anything to do; in a pause, to send what has been held back."""
+        """Return whether there is work to do; in a pause, whether there are tokens that were not yet sent."""
         return bool(super().has_requests()) or (self._is_paused and any(self.unsent.values()))
 
     def reset_prefix_cache(self, *args: bool, **kwargs: bool) -> bool:
-        """Clear the prefix cache, if need be by preempting all requests."""
+        """Clear the prefix cache, if necessary by preempting all requests."""
         self._wake(list(self.deferred.rows))
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
@@ -400,7 +400,7 @@ def _counted(request: Request, name: str) -> int:
 def make_scheduler(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     """Return the scheduler for vLLM's core, which calls this with vLLM's arguments.
 
-    A core in a process of its own is also made to die with its parent process.
+    A core in a separate process is also set to end with its parent process.
     """
     if multiprocessing.parent_process() is not None:
         die_with_parent()

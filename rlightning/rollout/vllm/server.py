@@ -41,7 +41,7 @@ def set_variables() -> None:
 
 
 def start_engine(engine_args: EngineArguments) -> AsyncLLM:
-    """Start an engine, and return it when it is up.
+    """Start an engine, and return it once it is up.
 
     Args:
         engine_args: vLLM's arguments.
@@ -64,7 +64,7 @@ def start_engine(engine_args: EngineArguments) -> AsyncLLM:
 
 
 def describe_refusal(error: Exception) -> str:
-    """Return vLLM's reason to reject arguments in a line, with the name and value of those of a wrong type."""
+    """Return, in a line, vLLM's reason to reject arguments, with the name and value of any argument of a wrong type."""
     gist = str(error) or type(error).__name__
     if isinstance(error, ValidationError):
         wrong = ((".".join(map(str, one["loc"])), one) for one in error.errors())
@@ -110,7 +110,7 @@ class VLLMServer:
     :meth:`finish_weight_update`. Chunk 0 restarts an update that was not finished.
 
     Args:
-        engine: from :func:`start_engine`.
+        engine: an engine from :func:`start_engine`.
     """
 
     def __init__(self, engine: AsyncLLM) -> None:
@@ -135,10 +135,10 @@ class VLLMServer:
         """Sample completions of one prompt.
 
         Args:
-            token_ids: [P], of the prompt.
-            sampling: arguments of vLLM's SamplingParams; ``json_schema`` becomes ``structured_outputs``, and supports
-                of at most ``max_support`` tokens are returned, if it is above 0.
-            stream: a name by which :meth:`read_tokens` reads the tokens meanwhile; None if it does not.
+            token_ids: [P], tokens of the prompt.
+            sampling: arguments of vLLM's SamplingParams; ``json_schema`` becomes ``structured_outputs``, and with
+                ``max_support`` above 0 supports of at most this many tokens are returned.
+            stream: name under which :meth:`read_tokens` can read the tokens during the call; None for no reader.
 
         Returns:
             The completions; with the supports of their tokens if ``sampling`` has ``max_support``.
@@ -179,7 +179,8 @@ class VLLMServer:
         """Wait for new tokens, and return pairs of a sample's index and its tokens since the last call.
 
         Args:
-            stream: name given to :meth:`generate`, which may be called later. The caller cancels this call after it.
+            stream: name passed to :meth:`generate`, which may be called later. The caller cancels this call after
+                :meth:`generate` has returned.
         """
         tokens = self._streams.setdefault(stream, TokenStream())
         try:
@@ -189,7 +190,7 @@ class VLLMServer:
             raise
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token given those before it, at temperature 1; 0 for the first."""
+        """Return the log-probability of each token given the previous ones, at temperature 1; 0 for the first token."""
         params = SamplingParams(
             max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
         )
@@ -202,15 +203,15 @@ class VLLMServer:
         await self.engine.collective_rpc("rl_open_receiver", args=(receivers,))
 
     async def receive_weights(self, chunk: int) -> list[str]:
-        """Load a chunk; the first one begins an update, and after the last one faults of the model are returned."""
+        """Load a chunk of weights, the first of which begins an update; return the model's faults after the last."""
         if chunk == 0:
             await self.begin_weight_update()
         return describe_faults(await self.engine.collective_rpc("rl_receive_weights", args=(chunk,)))
 
     async def begin_weight_update(self) -> None:
-        """Wake the weights' memory, or pause running requests; new requests wait for the end of the update.
+        """Allocate the weights' memory, or pause running requests; new requests wait until the update ends.
 
-        Returns when no step is running, and the tokens of all steps have arrived.
+        Returns once no step is running and the tokens of all steps have arrived.
         """
         async with self._transition:
             if self._is_updating:
@@ -220,21 +221,21 @@ class VLLMServer:
                 if self._is_asleep:
                     await self._wake("weights")
                 else:
-                    # AsyncLLM.pause_generation is this and 20 ms of sleep, which need not suffice for what comes next.
+                    # AsyncLLM.pause_generation is this plus a sleep of 20 ms, which may not suffice for the next call.
                     await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-                    await self._take_in_outputs()
+                    await self._await_outputs()
             except BaseException:
                 self._admission.release()
                 raise
             self._is_updating = True
 
     async def finish_weight_update(self, version: int, keeps_cache: bool) -> None:
-        """Continue; tokens sampled from here on have the version of the loaded weights.
+        """Continue sampling; tokens sampled from now on have the version of the loaded weights.
 
         Args:
-            version: of the loaded weights.
-            keeps_cache: whether paused requests keep the keys and values that older weights have computed, or compute
-                them again. Requests without a token may then also use cached blocks of their prompt.
+            version: version of the loaded weights.
+            keeps_cache: whether paused requests keep the keys and values of older weights, rather than compute them
+                again. Requests without a token may then also use cached blocks of their prompt.
         """
         async with self._transition:
             if not self._is_updating:
@@ -251,7 +252,7 @@ class VLLMServer:
             self._admission.release()
 
     async def sleep(self) -> None:
-        """Free the weights' and the KV cache's memory."""
+        """Free the memory of the weights and the KV cache."""
         self.versions.current = None
         await self.engine.sleep(level=2)
         self._is_asleep = True
@@ -263,8 +264,8 @@ class VLLMServer:
             if "out of memory" not in str(error).lower():
                 raise
             raise MemoryError(
-                f"The engine found no room for its {tag.replace('_', ' ')} when it woke, though the trainer has given "
-                "back what it can do without: others hold the device's memory. Lower rollout.gpu_memory_utilization."
+                f"The engine has too little memory for its {tag.replace('_', ' ')} when it wakes, although the "
+                "trainer has freed what it can: other processes use it. Lower rollout.gpu_memory_utilization."
             ) from error
 
     async def ping(self) -> None:
@@ -288,7 +289,7 @@ class VLLMServer:
             async with self._admission:
                 if has_versions:
                     self.versions.begin(request_id, params.n)
-                # The salt keeps it from the keys and values that other weights have computed for the same prompt.
+                # The salt keeps the request from using keys and values that other weights computed for the same prompt.
                 prompt: Any = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._num_updates)}
                 collector = await self.engine.add_request(request_id, prompt, params, lora_request=self._adapter)
                 if params.detokenize and params.logprobs:
@@ -302,7 +303,7 @@ class VLLMServer:
                 output.outputs = stream.outputs
             lengths = [len(one.token_ids) for one in output.outputs]
         except asyncio.CancelledError:
-            # vLLM's own name for the request makes it forget the samples that have finished, too.
+            # With vLLM's own name for the request, vLLM also forgets samples that have finished.
             await self.engine.abort(request_id if collector is None else collector.request_id, collector is not None)
             raise
         finally:
@@ -310,7 +311,7 @@ class VLLMServer:
         return output, versions
 
     def _decode_no_supports(self, request_id: str) -> None:
-        """Keep vLLM from decoding the text of the supports' tokens, which nothing reads: it takes 0.8 ms a token."""
+        """Keep vLLM from decoding the tokens of the supports to text, which takes 0.8 ms a token and is not used."""
         for state in self.engine.output_processor.request_states.values():
             if state.external_req_id == request_id and state.logprobs_processor is not None:
                 state.logprobs_processor.tokenizer = None
@@ -333,7 +334,7 @@ class VLLMServer:
 def _read_logprobs(
     flat: FlatLogprobs, max_support: int
 ) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]] | None]:
-    if not max_support:  # one entry a position: the sampled token
+    if not max_support:  # one entry for each position: the sampled token
         return np.asarray(flat.logprobs, np.float32), None
     logprobs, token_ids, sizes = read_supports(flat, max_support)
     return logprobs, (token_ids, sizes)

@@ -1,4 +1,4 @@
-"""Arguments of vLLM's engine that are derived from the work of a step."""
+"""Arguments of vLLM's engine that are derived from the prompts and samples of a step."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class RolloutWork:
     Attributes:
         num_prompts: number of concurrent prompts.
         samples_per_prompt: completions of each prompt.
-        max_prompt_tokens: of the longest prompt.
+        max_prompt_tokens: maximum tokens of a prompt.
     """
 
     num_prompts: int
@@ -46,16 +46,16 @@ class RolloutWork:
 
 
 def derive_settings(work: RolloutWork, given: EngineArguments, *, is_cuda: bool) -> EngineArguments:
-    """Return arguments of vLLM's EngineArgs: the user's, and others derived from them and from the work.
+    """Return arguments of vLLM's EngineArgs: the user's, and those derived from them and from the work of a step.
 
     Args:
-        work: of a step.
+        work: the engine's work in a step.
         given: the user's arguments, which are not changed.
         is_cuda: whether the engine runs on a GPU.
     """
     most = MOST_SEQUENCES["cuda" if is_cuda else "cpu"]
     completions = work.num_prompts * work.samples_per_prompt
-    most = min(most, int(given.get("max_num_batched_tokens") or most))  # vLLM refuses more sequences than tokens
+    most = min(most, int(given.get("max_num_batched_tokens") or most))  # vLLM rejects more sequences than tokens
     num_seqs = int(given.get("max_num_seqs") or max(min(completions, most), min(LEAST_SEQUENCES, most)))
     derived: EngineArguments = {
         "max_num_seqs": num_seqs,
@@ -67,17 +67,17 @@ def derive_settings(work: RolloutWork, given: EngineArguments, *, is_cuda: bool)
 
 
 def expert_settings(config: PreTrainedConfig | None, given: EngineArguments) -> dict[str, str]:
-    """Return the ``moe_backend`` argument for a GPU, with kernels that use experts' weights as they are stored.
+    """Return the ``moe_backend`` argument for a GPU that selects kernels which use experts' weights as they are stored.
 
-    Some of vLLM's kernels need experts' weights in another order. vLLM reorders them once, after its first load, but a
-    weight sync writes them in the stored order.
+    Some of vLLM's kernels need experts' weights in another order. vLLM reorders the weights once, after its first load,
+    but a weight sync writes them in the stored order.
 
     Args:
-        config: the model's; None if a custom loop's module has none.
+        config: configuration of the model; None if a custom loop's module has none.
         given: the user's engine arguments.
 
     Raises:
-        ConfigError: if ``given`` names a kernel that reorders weights.
+        ConfigError: ``given`` names a kernel that reorders weights.
     """
     has_experts = config is not None and num_experts(config) > 0
     if not has_experts or "moe_backend" not in argument_names():
@@ -92,14 +92,14 @@ def expert_settings(config: PreTrainedConfig | None, given: EngineArguments) -> 
 
 
 def check_engine_model(config: PreTrainedConfig | None, *, is_cuda: bool) -> None:
-    """Raise ConfigError for a model whose log-probabilities are known to differ between vLLM and transformers."""
+    """Raise a ConfigError for a model whose log-probabilities are known to differ between vLLM and transformers."""
     if config is None:
         return
     longrope_gap = describe_longrope_gap(config)
     if longrope_gap is not None:
         raise ConfigError(
-            f"Of this {config.model_type}'s longrope positions vLLM and transformers scale sines and cosines by other "
-            f"factors: {longrope_gap}. Use a model whose config.json leaves the factor to the lengths."
+            f"vLLM and transformers scale the longrope positions of this {config.model_type} by different factors: "
+            f"{longrope_gap}. Use a model whose config.json leaves the factor to the lengths."
         )
     is_latent = read_setting(config, "kv_lora_rank") is not None
     gap = CPU_GAPS.get(config.model_type, LATENT_GAP if is_latent else None)
@@ -114,7 +114,7 @@ def check_engine_model(config: PreTrainedConfig | None, *, is_cuda: bool) -> Non
 def batched_tokens(work: RolloutWork) -> int:
     """Return the maximum tokens of a batch: enough for all prompts, up to ``MOST_BATCHED_TOKENS``.
 
-    The first sample of a prompt computes all of it, each other sample only what follows on the shared blocks.
+    The first sample of a prompt computes the whole prompt, each other sample only the tokens after the shared blocks.
 
     Returns:
         A power of 2, so that there are few values: vLLM compiles its model for each.

@@ -1,9 +1,10 @@
 """The supports of truncated distributions, from the log-probabilities that vLLM returns with each token.
 
-With ``logprobs_mode="processed_logprobs"`` they are those of the truncated distribution: minus infinity for tokens that
-``top_p``, ``top_k`` or ``min_p`` exclude. The support is those of the K likeliest tokens with a finite value.
+With ``logprobs_mode="processed_logprobs"`` these are log-probabilities under the truncated distribution: minus infinity
+for tokens that ``top_p``, ``top_k`` or ``min_p`` exclude. The support consists of those of the K most likely tokens
+that have a finite value.
 
-Letters: ``C`` tokens of a sample, ``K`` likeliest tokens that vLLM returns.
+Letters: ``C`` tokens of a sample, ``K`` most likely tokens that vLLM returns.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from vllm.v1.outputs import LogprobsLists
 
 
 class TruncatedLogprobs(NamedTuple):
-    """The log-probabilities of a sample's tokens under their truncated distributions, and the supports of these.
+    """The log-probabilities of a sample's tokens under their truncated distributions, and the distributions' supports.
 
     Attributes:
         logprobs: [C].
@@ -29,10 +30,10 @@ class TruncatedLogprobs(NamedTuple):
 
 
 def drop_cut_tokens(logprobs: LogprobsLists) -> LogprobsLists:
-    """Drop the last columns, in which every token is excluded, from the log-probabilities of vLLM's core.
+    """Drop the last columns of log-probabilities from vLLM's core if they contain only excluded tokens.
 
     Args:
-        logprobs: [C, 1 + K], of the sampled token and the likeliest ones.
+        logprobs: [C, 1 + K], of the sampled token and the most likely ones.
     """
     if logprobs.logprobs.shape[1] == 1:
         return logprobs
@@ -50,7 +51,7 @@ def read_supports(flat: FlatLogprobs, max_support: int) -> TruncatedLogprobs:
     token's log-probability is normalized over the returned ones, as in the trainer.
 
     Args:
-        flat: for each token its own log-probability, followed by those of the K likeliest ones.
+        flat: for each token its own log-probability, followed by those of the K most likely tokens.
         max_support: maximum tokens of a support, besides the sampled one.
     """
     starts = np.asarray(flat.start_indices, np.int64)

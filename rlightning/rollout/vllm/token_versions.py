@@ -10,7 +10,7 @@ class TokenVersions:
     """The current version of the weights, and the positions in unfinished samples at which it changed.
 
     Attributes:
-        current: version that samples new tokens; None before the first weights.
+        current: version of the weights that sample new tokens; None before the first weights.
     """
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class TokenVersions:
         self._starts[request_id] = [[(0, self.current)] for _ in range(num_samples)]
 
     def activate(self, weight_version: int, num_tokens: Iterable[tuple[str, int, int]]) -> None:
-        """Set the version of tokens from here on.
+        """Set the version of the tokens that are sampled from now on.
 
         Args:
-            weight_version: of the new weights.
+            weight_version: version of the new weights.
             num_tokens: request id, sample index and number of tokens so far of each unfinished sample. Requests without
                 :meth:`begin` are ignored.
         """
@@ -37,7 +37,7 @@ class TokenVersions:
                 self._starts[request_id][sample].append((count, weight_version))
 
     def end(self, request_id: str, lengths: Sequence[int]) -> list[NDArray[np.int32]]:
-        """Remove a request, and return the versions of its tokens.
+        """Remove a request, and return the weight versions of its tokens.
 
         Returns:
             For each sample the version of each token; empty if :meth:`begin` was not called.

@@ -8,9 +8,9 @@ if TYPE_CHECKING:
 
 
 def keep_linears_unpacked() -> None:
-    """Have vLLM keep the weights of linear layers on a CPU.
+    """Have vLLM keep the unpacked weights of linear layers on a CPU.
 
-    With oneDNN it packs each, and drops the original, into which nothing can be loaded again.
+    With oneDNN, vLLM packs each weight and drops the original, so that no further weights could be loaded.
     """
     from vllm import _custom_ops  # loads the kernels
 
@@ -23,5 +23,5 @@ def adapters_of(manager: "WorkerLoRAManager") -> "LoRAModelManager":
 
 
 def forget_last_mapping(adapters: "LoRAModelManager") -> None:
-    """Have the next batch's adapters set up anew, which ``remove_all_adapters()`` does not before vLLM 0.28."""
+    """Have the next batch's adapters set up again, which ``remove_all_adapters()`` does not do before vLLM 0.28."""
     adapters._last_mapping = None

@@ -1,7 +1,7 @@
 """Receives weights in each of vLLM's workers, which load this module as ``worker_extension_cls``.
 
 Weights arrive under transformers' names, and are converted to the names and shapes in a model's files for loading. The
-first sync checks that the model has read each weight, and each sync that every parameter was set.
+first sync checks that the model has read each weight; every sync checks that all parameters were set.
 """
 
 import pickle
@@ -29,7 +29,7 @@ from rlightning.rollout.vllm.packed_weights import keep_experts_unpacked, pack_w
 from rlightning.rollout.vllm.vllm_internals import keep_linears_unpacked
 from rlightning.rollout.weights import ChunkPlan, driver
 
-die_with_parent()  # the workers must not outlive an engine process that is killed and can end no process any more
+die_with_parent()  # workers must not outlive an engine process that is killed, and so cannot end them
 
 if current_platform.is_cpu():
     keep_linears_unpacked()
@@ -51,7 +51,7 @@ class WorkerExtension:
     _rl_is_checked = False
 
     def rl_open_receiver(self, receivers: list[bytes]) -> None:
-        """Open this worker's receiver, and close the one before."""
+        """Open this worker's receiver, and close the previous one."""
         if self._rl_receiver is not None:
             self._rl_receiver.close()
             self._rl_receiver = None
@@ -97,7 +97,7 @@ class WorkerExtension:
             return sorted(unset_parameters(model, self._rl_loaded)), sorted(self._rl_unread)
 
     def _rl_own_layers(self, plan: ChunkPlan) -> AbstractContextManager[None]:
-        """Within the context, the layers that wrap the model's own for an adapter are removed."""
+        """Context manager in which layers that are wrapped for an adapter are replaced by the model's own."""
         if not plan.num_adapter_chunks:
             return nullcontext()
         from rlightning.rollout.vllm.adapters import without_wrappers
@@ -105,9 +105,9 @@ class WorkerExtension:
         return without_wrappers(self.model_runner.model)
 
     def _rl_receive_adapter(self, chunk: int, plan: ChunkPlan, received: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Keep a chunk of an adapter; after the last one install it, and return weights without a module."""
+        """Store a chunk of an adapter; after the last, install the adapter and return weights without a module."""
         self._rl_adapter = {} if chunk == 0 else self._rl_adapter
-        # the sender refills the bucket, and vLLM scales what it is given in place
+        # the sender refills the bucket, and vLLM scales the tensors in place
         self._rl_adapter |= {name: tensor.clone() for name, tensor in received}
         synchronize_stream(self.device)
         if chunk < plan.num_adapter_chunks - 1:
@@ -130,7 +130,7 @@ class WorkerExtension:
 class StoredForm:
     """Converts weights, one by one, from transformers' parameters to the format of a model's files.
 
-    Files have other names for some, and one tensor for each expert instead of one for each layer.
+    Files have other names for some weights, and one tensor for each expert instead of one for each layer.
 
     Attributes:
         latest: name and shape of the last converted weight.
@@ -138,7 +138,7 @@ class StoredForm:
 
     def __init__(self, model: ModelConfig) -> None:
         config = read_config(model.model, trust_remote_code=model.trust_remote_code)
-        if type(config).__module__.startswith("vllm."):  # registered by vLLM in the place of transformers' own
+        if type(config).__module__.startswith("vllm."):  # registered by vLLM in place of transformers' class
             name = CONFIG_MAPPING_NAMES[config.model_type]
             config = resolve_name(f"transformers:{name}").from_pretrained(model.model)
         with torch.device("meta"):
@@ -147,7 +147,7 @@ class StoredForm:
         self._policy = policy if get_model_conversion_mapping(policy, add_legacy=False) else None
 
     def convert(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors that a model's files have for these weights; most weights are unchanged."""
+        """Yield the names and tensors that a model's files contain for these weights; most weights are unchanged."""
         for name, weight in weights:
             self.latest = f"{name} {tuple(weight.shape)}"
             if self._policy is None:
@@ -157,9 +157,9 @@ class StoredForm:
 
 
 class ReadWeights(TorchFunctionMode):
-    """Within the context, records which tensors of :meth:`watch` are read by an operation of torch.
+    """Context manager that records which tensors of :meth:`watch` torch's operations read.
 
-    A model's loader silently skips an unknown name, and does not read its tensor.
+    A model's loader silently skips a weight of an unknown name, without reading its tensor.
     """
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class ReadWeights(TorchFunctionMode):
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights, which are contiguous, and record their addresses."""
-        self._is_recording = False  # the operations that make the tensors are not the loader's
+        self._is_recording = False  # operations that create the tensors are not the loader's
         for name, weight in weights:
             self._addresses[name] = range(weight.data_ptr(), weight.data_ptr() + weight.nbytes)
             self._is_recording = True
@@ -194,7 +194,7 @@ class ReadWeights(TorchFunctionMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Record the tensors that ``func`` reads; a property such as the shape is no read."""
+        """Record the tensors that ``func`` reads; access to a property such as the shape does not count."""
         kwargs = kwargs or {}
         if self._is_recording and getattr(func, "__name__", "") != "__get__":
             self._read |= {tensor.data_ptr() for tensor in _tensors((args, kwargs.values())) if tensor.numel()}
@@ -214,8 +214,8 @@ def unset_parameters(model: nn.Module, loaded: set[str]) -> set[str]:
     """Return the parameters that loading has not set.
 
     Args:
-        model: vLLM's.
-        loaded: names that its loader reports; a tied parameter needs one of its names.
+        model: vLLM's model.
+        loaded: names that the model's loader reports; for a tied parameter one of its names suffices.
     """
     parameters = list(model.named_parameters(remove_duplicate=False))
     done = {id(parameter) for name, parameter in parameters if name in loaded}

@@ -14,15 +14,15 @@ from rlightning.rollout.weights.transfer_group import TransferGroup
 
 
 class BroadcastSender(WeightSender):
-    """Broadcasts its bucket to all workers at once; to workers that share a device, one after the other.
+    """Broadcasts its bucket to all workers at the same time, but in turn to workers that share a device.
 
     Args:
-        plan: of the weights. Each worker has a bucket of the same size.
-        device: of the bucket: a CUDA device if the engines are on CUDA devices, or the CPU.
-        host: address of this machine that the engines can reach. The rendezvous listens on this address only, and
+        plan: plan of the weights. Each worker has a bucket of the same size.
+        device: device of the bucket: a CUDA device if the engines are on CUDA devices, or the CPU.
+        host: address of this machine that the engines can reach. The rendezvous listens only on this address, and
             requires a key that engines get with their receivers. Weights are sent unencrypted: use the address of a
             private network.
-        timeout: maximum seconds of connecting, and of sending a chunk.
+        timeout: maximum seconds for connecting, and for sending a chunk.
         destination: this rank, if weights are sharded and the other ranks send their shards by
             :class:`~rlightning.rollout.weights.transports.ShardSender`.
     """
@@ -57,16 +57,16 @@ class BroadcastSender(WeightSender):
             for group in self._groups:
                 group.connect()
         except (OSError, RuntimeError) as error:
-            self._tell(str(error))
+            self._leave_groups(str(error))
             raise EngineError(f"The engines' workers could not be connected for weights: {error}.") from error
 
     def send(self, chunk: int) -> None:
-        """Broadcast the chunk in the bucket; the bucket may be overwritten when this returns."""
+        """Broadcast the chunk in the bucket, which may be overwritten after this returns."""
         try:
             for group in self._groups:
                 group.broadcast(self.plan.filled(self.bucket, chunk))
         except (OSError, RuntimeError) as error:
-            self._tell(str(error))
+            self._leave_groups(str(error))
             raise EngineError(f"The engines' workers did not take chunk {chunk} of the weights: {error}.") from error
 
     def interrupt(self, reason: str) -> None:
@@ -80,23 +80,23 @@ class BroadcastSender(WeightSender):
         super().close()
 
     def _leave(self, reason: str) -> None:
-        self._tell(reason)
+        self._leave_groups(reason)
         self._groups = []
 
-    def _tell(self, reason: str) -> None:
+    def _leave_groups(self, reason: str) -> None:
         for group in self._groups:
             group.leave(reason)
 
 
 class BroadcastReceiver(WeightReceiver):
-    """Receives the broadcast of each chunk into a bucket of its own."""
+    """Receives the broadcast of each chunk into its own bucket."""
 
     def __init__(self, plan: ChunkPlan, place: Place) -> None:
         self.plan, self._place = plan, place
         self._group: TransferGroup | None = None
 
     def open(self, device: torch.device) -> None:
-        """Connect with the sender and the other workers."""
+        """Connect to the sender and the other workers."""
         try:
             self._group = TransferGroup(self._place, device)
             self._group.connect()

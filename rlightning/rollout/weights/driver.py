@@ -50,7 +50,7 @@ T = TypeVar("T")
 class UpdatableEngine(Protocol):
     """The methods of a running engine that a weight update calls.
 
-    Futures fail with EngineError if the engine refuses, with EngineDiedError if it dies.
+    Futures fail with an EngineDiedError if the engine dies, and with another EngineError if it rejects the call.
 
     Attributes:
         ended: future of the error, done when the engine is dead.
@@ -63,41 +63,41 @@ class UpdatableEngine(Protocol):
         """The name of each worker's device, unique on this host; "" if unknown."""
 
     def open_weight_receivers(self, receivers: list[bytes]) -> Future[None]:
-        """Have each worker unpickle and open its receiver, and close the one before."""
+        """Have each worker unpickle and open its receiver, and close the previous one."""
 
     def receive_weights(self, chunk: int) -> Future[list[str]]:
-        """Load a chunk; chunk 0 begins an update.
+        """Load a chunk of weights; chunk 0 begins an update.
 
         Returns:
             After the last chunk, descriptions of the model's faults.
         """
 
     def finish_weight_update(self, version: int, keeps_cache: bool) -> Future[None]:
-        """Continue sampling, with the loaded weights. Called after all chunks."""
+        """Continue sampling, with the loaded weights; called after all chunks."""
 
 
 class WeightReceiver(Protocol):
-    """Receives weights in an engine's worker, to which it is sent pickled.
+    """Receives weights in an engine's worker, to which the receiver is sent pickled.
 
     Attributes:
-        plan: the sender's.
+        plan: the sender's plan.
     """
 
     plan: ChunkPlan
 
     def open(self, device: torch.device) -> None:
-        """Connect; ``device`` is the worker's."""
+        """Connect to the sender; ``device`` is the worker's."""
         return
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """Wait for a chunk; yield its names and tensors, which are valid until the worker's call returns.
 
         Raises:
-            EngineError: if the chunk does not arrive.
+            EngineError: the chunk does not arrive.
         """
 
     def close(self) -> None:
-        """Release the receiver's resources; another one may be opened next."""
+        """Release the receiver's resources; another receiver may be opened next."""
         return
 
 
@@ -107,7 +107,7 @@ class WeightSender:
     A transport subclasses this and :class:`WeightReceiver`; the default of most methods is to do nothing.
 
     Attributes:
-        plan: of the weights.
+        plan: plan of the weights.
         bucket: uint8 tensor of the plan's size.
         destination: the rank to which sharded weights are gathered; None for all ranks.
     """
@@ -120,15 +120,15 @@ class WeightSender:
         """Return a receiver for each worker; earlier receivers become invalid.
 
         Args:
-            devices: of each worker (:attr:`UpdatableEngine.worker_devices`).
+            devices: device of each worker (:attr:`UpdatableEngine.worker_devices`).
         """
         return []
 
     def connect(self) -> None:
-        """Wait until all workers are connected. Called while they open their receivers.
+        """Wait until all workers are connected; called while they open their receivers.
 
         Raises:
-            EngineError: if a worker does not connect.
+            EngineError: a worker does not connect.
         """
         return
 
@@ -141,10 +141,10 @@ class WeightSender:
         return fill_bucket(self.plan, self.bucket, source, destination=self.destination)
 
     def send(self, chunk: int) -> None:
-        """Send the chunk in the bucket. Called while the workers receive it.
+        """Send the chunk in the bucket; called while the workers receive it.
 
         Raises:
-            EngineError: if a worker does not receive it. All workers then need new receivers and all weights.
+            EngineError: a worker does not receive the chunk. All workers then need new receivers and all weights.
         """
         return
 
@@ -153,19 +153,19 @@ class WeightSender:
         return
 
     def close(self) -> None:
-        """Release all resources, when no engine uses them any more. May be called twice."""
+        """Release all resources, after the last engine has stopped using them. May be called twice."""
         self.bucket = torch.empty(0, dtype=torch.uint8)
 
 
 class WeightUpdater:
-    """Sends weights to engines, also while they sample. Every rank makes one, and calls it at the same points.
+    """Sends weights to engines, even while they sample. Each rank creates one, and calls it at the same points.
 
-    If an engine dies during an update, the others may have a part of the weights. They stay paused until the next
-    update sends them all.
+    If an engine dies during an update, other engines may have only a part of the weights. They stay paused until the
+    next update has sent all weights.
 
     Args:
-        sender: of this rank.
-        keeps_cache: whether running requests keep the keys and values that the old weights have computed.
+        sender: this rank's sender.
+        keeps_cache: whether running requests keep the keys and values of the old weights.
 
     Attributes:
         deaths: number of engines that died in the last update.
@@ -182,16 +182,17 @@ class WeightUpdater:
         self._started_at = 0.0
 
     def send_weights(self, source: WeightSource, engines: Sequence[UpdatableEngine]) -> None:
-        """Have engines load a source's weights. Engines are paused afterwards, and awake except for their KV cache.
+        """Have engines load a source's weights. Afterwards engines are paused, and awake except for their KV cache.
 
-        A collective: sharded weights are gathered from all ranks, so that a rank takes part even if its engines die.
+        This is a collective: sharded weights are gathered from all ranks, so that a rank takes part even if its engines
+        die.
 
         Args:
-            source: of the weights; their shapes must not change between calls.
-            engines: this rank's; with standalone engines, empty on all ranks but 0.
+            source: source of the weights, whose shapes must not change between calls.
+            engines: this rank's engines; with standalone engines, empty on all ranks except 0.
 
         Raises:
-            EngineError: if a weight does not fit, or a parameter of an engine's model is not set.
+            EngineError: a weight does not fit, or a parameter of an engine's model is not set.
         """
         self._engines, self.deaths = list(engines), []
         self._connect()
@@ -206,10 +207,10 @@ class WeightUpdater:
             raise EngineError(" ".join(sorted(set(chain(*faults)))))
 
     def activate_weights(self, version: int) -> Sequence[UpdatableEngine]:
-        """Let the engines sample from the weights that they were sent.
+        """Let the engines sample from the weights that were sent to them.
 
         Returns:
-            The engines that sample from them; empty if an engine died before it had all weights.
+            The engines that do so; empty if an engine died before it had all weights.
         """
         if self.deaths:
             self._connected = []
@@ -239,20 +240,20 @@ class WeightUpdater:
         self._collect(answers, self.sender.connect)
 
     def _interrupt(self, engine: UpdatableEngine, ended: Future[EngineError]) -> None:
-        """If a connected engine has died, interrupt the sender, which may wait for it."""
+        """If a connected engine has died, interrupt the sender, which may be waiting for it."""
         with self._lock:
             if engine in self._connected:
                 self.sender.interrupt(ended.result().line)
 
     def _collect(self, answers: Mapping[UpdatableEngine, Future[T]], send: Callable[[], None] | None = None) -> list[T]:
-        """Wait for the engines' results, and return them; engines that died leave the update.
+        """Wait for the engines' results and return them; engines that died are removed from the update.
 
         Args:
-            answers: future result of each engine's method.
-            send: sends what the engines' methods receive; None if they receive nothing.
+            answers: future of the result of each engine's method.
+            send: sends the data that the engines' methods receive; None if they receive none.
 
         Raises:
-            EngineError: an engine refused, or the sender failed though no engine died.
+            EngineError: an engine rejected the call, or the sender failed although no engine died.
         """
         failure: EngineError | None = None
         try:

@@ -1,4 +1,4 @@
-"""Weights for engines that no faster transport reaches: one safetensors file a chunk, in a shared folder."""
+"""Weights for engines that no faster transport reaches: one safetensors file for each chunk, in a shared folder."""
 
 import time
 import uuid
@@ -28,9 +28,9 @@ class FileSender(WeightSender):
     """Writes each chunk to a file, which exists from when :meth:`fill` yields it until the next chunk is requested.
 
     Args:
-        plan: of the weights. The bucket is in host memory.
-        device: the actor's.
-        folder: path on all hosts, used by this run alone; files of earlier runs are removed.
+        plan: plan of the weights. The bucket is in host memory.
+        device: the actor's device.
+        folder: folder with the same path on all hosts, used only by this run; files of earlier runs are removed.
         timeout: maximum seconds until a worker finds a written file.
         destination: this rank, if the others send their shards by
             :class:`~rlightning.rollout.weights.transports.ShardSender`.
@@ -84,10 +84,11 @@ class FileSender(WeightSender):
 class FileReceiver(WeightReceiver):
     """Reads chunks from files.
 
-    A network file system may show a file late, or an old one of the same name: each file contains its sync's number.
+    A network file system may show a file late, or an old file of the same name. Hence each file contains the number of
+    its sync.
 
     Args:
-        plan: of the weights.
+        plan: plan of the weights.
         files: path of each chunk's file.
         last_sync: number of the last sync before this receiver is used.
         timeout: maximum seconds until a file is found.

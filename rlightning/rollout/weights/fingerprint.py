@@ -16,8 +16,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class WeightFingerprint:
     """Detects whether weights have changed since the last call, in any way.
 
-    Keeps a checksum of each tensor's bits. ``tensor._version`` does not suffice, since writes through ``.data`` do not
-    change it; nor do addresses, which change by offloading.
+    A checksum of each tensor's bits is kept. ``tensor._version`` does not suffice, since writes through ``.data`` do
+    not change it; nor do addresses, since offloading changes them.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,14 @@ class WeightFingerprint:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits that depends on their order, equal on all devices.
+    """Return a checksum of a tensor's bits that depends on their order, and is equal on all devices.
 
     Each element is multiplied by its own odd factor modulo 2^64: a change of one element always changes the checksum,
     and changes of several go undetected with probability 2^-32 or less. Products are summed over blocks, and block sums
     are weighted and summed in the same way, twice.
 
     Args:
-        tensor: of any shape and dtype.
+        tensor: a tensor of any shape and dtype.
 
     Returns:
         A scalar of int64.
@@ -63,7 +63,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """Return odd int64 factors [3, B]: of the elements of a block, of the blocks of a part, and of the parts."""
+    """Return random odd int64 factors [3, B] for :func:`checksum`, a row for each level of sums over ``B`` terms."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**62), 2**62, (3, _BLOCK), generator=generator)
     return (2 * drawn + 1).to(device)

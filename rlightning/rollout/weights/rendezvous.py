@@ -26,14 +26,14 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The data by which one member joins a process group.
+    """The data with which one member joins a process group.
 
     Attributes:
-        host, port: of the rendezvous.
-        rank: of the member; 0 is the sender.
+        host, port: address of the rendezvous.
+        rank: rank of the member; 0 is the sender.
         size: number of members.
-        timeout: maximum seconds of connecting, and of a broadcast.
-        key: by which members authenticate.
+        timeout: maximum seconds for connecting, and for a broadcast.
+        key: key with which members authenticate.
     """
 
     host: str
@@ -45,19 +45,19 @@ class Place:
 
 
 class RendezvousServer:
-    """Holds the store of one process group, and serves it to the members.
+    """Contains the store of one process group, and serves it to the members.
 
     Args:
-        host: the only address of this machine on which it listens.
+        host: the only address of this machine on which the server listens.
         size: number of members.
         timeout: seconds, see :class:`Place`.
 
     Attributes:
         places: one for each member.
-        store: the sender's.
+        store: the store, for the sender in this process.
 
     Raises:
-        ConfigError: it cannot listen on ``host``.
+        ConfigError: the server cannot listen on ``host``.
     """
 
     def __init__(self, host: str, size: int, timeout: float) -> None:
@@ -104,7 +104,7 @@ async def _answer(operation: Callable[..., object], *arguments: object) -> objec
 
 
 class RemoteStore(Store):  # type: ignore[misc]
-    """torch's Store at a :class:`RendezvousServer`. Any thread may use it except the background event loop's."""
+    """torch's Store on a :class:`RendezvousServer`, for any thread except that of the background event loop."""
 
     def __init__(self, peer: rpc.Peer, timeout: float) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class RemoteStore(Store):  # type: ignore[misc]
         return bool(self._ask("check", list(keys)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a key's integer, which is 0 at first, and return the sum."""
+        """Add to the integer of a key, which is 0 at first, and return the sum."""
         return int(self._ask("add", key, amount))
 
     def delete_key(self, key: str) -> bool:
@@ -136,14 +136,14 @@ class RemoteStore(Store):  # type: ignore[misc]
         """Wait until all keys have a value.
 
         Raises:
-            TimeoutError: if the timeout expires.
+            TimeoutError: the timeout has passed.
         """
         seconds = (timeout or self._timeout).total_seconds()
         if not Deadline(seconds).wait_until(lambda: self.check(keys)):
             raise TimeoutError(f"it took longer than {seconds:g} s")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of waiting for keys."""
+        """Set the timeout of waits for keys."""
         self._timeout = timeout
 
     def _ask(self, operation: str, *arguments: object) -> bytes | int:
@@ -170,7 +170,7 @@ def join_rendezvous(place: Place) -> RemoteStore:
 
 
 def find_own_address(host: str, port: int) -> str:
-    """Return the address of this machine from which it connects to another host.
+    """Return the address of this machine from which it connects to ``host``.
 
     Raises:
         OSError: there is no route to the host.

@@ -1,6 +1,6 @@
 """Weights for engines on the same host, in shared memory that the trainer writes and the engine reads.
 
-On a CPU this is a memory file, on a CUDA device an allocation that is opened by its IPC handle.
+On a CPU this is a memory file; on a CUDA device, an allocation that is opened by its IPC handle.
 """
 
 import mmap
@@ -22,11 +22,11 @@ class SharedMemorySender(WeightSender):
     """Fills a bucket that engines on this host read.
 
     Args:
-        plan: of the weights.
-        device: of the engines: the CPU, or the actor's CUDA device.
-        ranks: consecutive ranks whose buckets the workers of one engine read, one a worker; may be empty. Otherwise all
-            ranks of the run make and fill their senders at the same time.
-        destination: this rank, if it alone has a bucket and the others send their shards by
+        plan: plan of the weights.
+        device: device of the engines: the CPU, or the actor's CUDA device.
+        ranks: consecutive ranks whose buckets the workers of one engine read, one for each worker. If not empty, all
+            ranks of the run must create and fill their senders at the same time.
+        destination: this rank, if only this rank has a bucket, and the others send their shards by
             :class:`~rlightning.rollout.weights.transports.ShardSender`.
     """
 
@@ -57,7 +57,7 @@ class SharedMemorySender(WeightSender):
         return [self._receivers[worker % len(self._receivers)] for worker in range(len(devices))]
 
     def fill(self, source: WeightSource) -> Iterator[int]:
-        """Fill the bucket with each chunk, and yield its index when the workers may read it."""
+        """Fill the bucket with each chunk, and yield the chunk's index when the workers may read it."""
         for chunk in super().fill(source):
             self._meet("weights in the bucket")
             yield chunk
@@ -76,7 +76,7 @@ class SharedMemorySender(WeightSender):
 
 
 class MemoryFile(NamedTuple):
-    """A bucket in a memory file of process ``pid``, under the file descriptor that it has there."""
+    """A bucket in a memory file that process ``pid`` has open as file descriptor ``fd``."""
 
     pid: int
     fd: int
@@ -94,18 +94,18 @@ class CUDAMemory(NamedTuple):
     arguments: Sequence[object]
 
     def open(self, device: torch.device, num_bytes: int) -> Tensor:
-        """Return the bucket as a tensor; ``device`` is the sender's, by this process's index."""
+        """Return the bucket as a tensor; ``device`` is the sender's device, by its index in this process."""
         arguments = list(self.arguments)
         arguments[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
         return self.rebuild(*arguments)
 
 
 class SharedMemoryReceiver(WeightReceiver):
-    """Reads a sender's bucket, whose memory is released with the last tensor that uses it.
+    """Reads a sender's bucket; the memory is released with the last tensor that uses it.
 
     Args:
-        plan: of the weights.
-        location: of the bucket.
+        plan: plan of the weights.
+        location: the bucket's location.
     """
 
     def __init__(self, plan: ChunkPlan, location: MemoryFile | CUDAMemory) -> None:
@@ -116,5 +116,5 @@ class SharedMemoryReceiver(WeightReceiver):
         self._bucket = self._location.open(device, self.plan.num_bytes)
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield a chunk's names and tensors, which are in the bucket already."""
+        """Yield a chunk's names and tensors, which are already in the bucket."""
         return self.plan.tensors(self._bucket, chunk)

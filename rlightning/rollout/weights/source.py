@@ -1,4 +1,4 @@
-"""Weights to send to engines: by name, in chunks that fit one flat bucket.
+"""Weights to send to engines: by name, in chunks that fit into one flat bucket.
 
 Sharded weights are gathered directly into the bucket, in the engine's dtype; temporary memory does not grow with the
 model (:func:`~rlightning.parallel.gathering.gather_into`).
@@ -29,17 +29,17 @@ class WeightSource(Protocol):
 
 
 class AdapterSource:
-    """An adapter's weights and, if an engine lacks them, the frozen base's after them.
+    """An adapter's weights, followed by those of the frozen base model if an engine lacks them.
 
     Attributes:
-        has_base: whether the base's weights are yielded too; the same on all ranks.
+        has_base: whether the base model's weights are yielded too; the same on all ranks.
     """
 
     def __init__(self, module: HasAdapter) -> None:
         self.module, self.has_base = module, True
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapter's names and weights, then the base's if ``has_base``."""
+        """Yield the adapter's names and weights, then the base model's if ``has_base``."""
         yield from self.module.adapter_weights()
         if self.has_base:
             yield from self.module.base_weights()
@@ -55,7 +55,7 @@ class WeightShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor's place in the bucket; ``offset`` is in bytes."""
+    """A tensor's position in the bucket; ``offset`` is in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,11 +64,11 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """The offset of the tensor's end from the bucket's start, in bytes."""
+        """The offset of the tensor's end in the bucket, in bytes."""
         return self.offset + self.dtype.itemsize * torch.Size(self.shape).numel()
 
     def view(self, bucket: Tensor) -> Tensor:
-        """The tensor, in place, in the uint8 ``bucket``."""
+        """Return the tensor as a view of the uint8 ``bucket``."""
         return bucket[self.offset : self.end].view(self.dtype).view(self.shape)
 
 
@@ -77,8 +77,9 @@ class ChunkPlan(NamedTuple):
 
     Attributes:
         chunks: the tensors of each chunk.
-        num_bytes: of the bucket.
-        num_adapter_chunks: number of leading chunks with an adapter, which may be sent alone; 0 without an adapter.
+        num_bytes: size of the bucket in bytes.
+        num_adapter_chunks: number of chunks at the beginning that contain an adapter, which may be sent alone; 0
+            without an adapter.
         adapter: PEFT's settings of the adapter; None without one.
     """
 
@@ -88,7 +89,7 @@ class ChunkPlan(NamedTuple):
     adapter: Mapping[str, object] | None = None
 
     def sent_chunks(self, source: WeightSource) -> list[list[Slot]]:
-        """Return the chunks of a sync: all, or only the adapter's if the engines have the base."""
+        """Return the chunks of a sync: all, or only the adapter's if the engines have the base model's weights."""
         is_adapter_alone = isinstance(source, AdapterSource) and not source.has_base
         return self.chunks[: self.num_adapter_chunks] if is_adapter_alone else self.chunks
 
@@ -104,7 +105,7 @@ class ChunkPlan(NamedTuple):
 def weight_shapes(source: WeightSource) -> list[WeightShape]:
     """Return the shapes of a source's weights; a buffer, such as a router's biases, keeps its dtype.
 
-    Such biases decide between experts with close scores, and vLLM has them in float32.
+    Such biases decide between experts with close scores, and vLLM stores them in float32.
     """
     return [
         WeightShape(name, tuple(tensor.shape), None if isinstance(tensor, nn.Parameter) else tensor.dtype)
@@ -115,12 +116,12 @@ def weight_shapes(source: WeightSource) -> list[WeightShape]:
 def plan_chunks(
     shapes: Iterable[WeightShape | tuple[str, tuple[int, ...]]], dtype: torch.dtype, bucket_bytes: int
 ) -> ChunkPlan:
-    """Cut tensors, in their order, into chunks that fit the bucket.
+    """Divide tensors, in their order, into chunks that fit into the bucket.
 
     Args:
-        shapes: of every tensor, in the order in which they are sent.
-        dtype: in which tensors without a dtype of their own are sent.
-        bucket_bytes: intended size of the bucket; a larger tensor makes it larger.
+        shapes: the shape of every tensor, in the order in which they are sent.
+        dtype: dtype in which tensors without their own dtype are sent.
+        bucket_bytes: intended size of the bucket, which is larger if a tensor is.
     """
     chunks: list[list[Slot]] = [[]]
     offset = largest = 0
@@ -137,7 +138,7 @@ def plan_chunks(
 
 
 def plan_source(source: WeightSource, dtype: torch.dtype, bucket_bytes: int) -> ChunkPlan:
-    """Return the chunks of a source's weights; no chunk has both an adapter's and the base's weights."""
+    """Return the chunks of a source's weights; no chunk contains both adapter and base weights."""
     if not isinstance(source, AdapterSource):
         return plan_chunks(weight_shapes(source), dtype, bucket_bytes)
     module = source.module
@@ -161,9 +162,9 @@ def fill_bucket(
     """Copy or gather a source's weights into the bucket, chunk by chunk.
 
     Args:
-        plan: of the source's weights.
-        bucket: uint8, of the plan's size; on the meta device on a rank that only sends its shards.
-        source: of the weights, the same on all ranks with shards.
+        plan: plan of the source's weights.
+        bucket: uint8 tensor of the plan's size; on the meta device on a rank that only sends its shards.
+        source: source of the weights, the same on all ranks with shards.
         destination: the rank that gets the values; None for all ranks.
 
     Yields:
@@ -178,7 +179,7 @@ def fill_bucket(
         for slot, tensor in _take(weights, chunk):
             if isinstance(tensor, DTensor):
                 sharded.append((slot.view(bucket), tensor))
-            else:  # at once: a source may make each weight as it is asked for it, which then has not to be kept
+            else:  # immediately: a source may compute each weight on request, and need not keep it
                 gather_into([slot.view(bucket)], [tensor], destination=destination)
         gather_into([place for place, _ in sharded], [tensor for _, tensor in sharded], destination=destination)
         # Another process reads the bucket, which this process's streams do not order.
@@ -189,7 +190,7 @@ def fill_bucket(
 
 
 def _take(weights: Iterator[tuple[str, Tensor]], chunk: Sequence[Slot]) -> Iterator[tuple[Slot, Tensor]]:
-    """Yield the next weights with their slots; they must be the chunk's."""
+    """Yield the next weights with their slots; raise an error if they are not those of the chunk."""
     for slot in chunk:
         name, tensor = next(weights, ("nothing", None))
         if tensor is None or name != slot.name or tuple(tensor.shape) != slot.shape:

@@ -9,7 +9,7 @@
     broadcast()               == NCCL or gloo =====>   broadcast()
     leave(), or a failure     over             ->      broadcast() fails at once
 
-It is independent of torch's default process group, which a process may or may not have.
+The group is independent of torch's default process group, which may or may not exist.
 """
 
 import contextlib
@@ -36,18 +36,18 @@ _c10d: Any = dist
 
 
 class TransferOverError(RuntimeError):
-    """The other side has left, or has failed."""
+    """The other side has left the group, or has failed."""
 
 
 class TransferGroup:
-    """One process's end of a group that broadcasts weights to engines. Not thread-safe, except for :meth:`interrupt`.
+    """One process's side of a group that broadcasts weights to engines. Not thread-safe, except for :meth:`interrupt`.
 
     Only this object references torch's group, whose destructor waits for its work.
 
     Args:
         place: address and rank of this process; the sender's is ``server.places[0]``.
-        device: of the broadcast tensors.
-        server: the rendezvous' server on the sender's side; it listens until :meth:`leave`.
+        device: device of the broadcast tensors.
+        server: on the sender's side the server of the rendezvous, which listens until :meth:`leave`.
 
     Raises:
         OSError: the rendezvous cannot be joined.
@@ -55,7 +55,7 @@ class TransferGroup:
 
     def __init__(self, place: Place, device: torch.device, server: RendezvousServer | None = None) -> None:
         self.place, self.device = place, device
-        # torch holds the C++ part of the store only
+        # torch keeps only the C++ part of the store
         self._store = join_rendezvous(place) if server is None else server.store
         self._server = server
         self._group: Any = None
@@ -65,7 +65,7 @@ class TransferGroup:
         """Wait until all members are connected.
 
         Raises:
-            OSError, RuntimeError: if that took too long or failed; only :meth:`leave` may be called then.
+            OSError, RuntimeError: connecting failed or took too long; afterwards only :meth:`leave` may be called.
         """
         rank = self.place.rank
         try:
@@ -84,23 +84,23 @@ class TransferGroup:
             raise
 
     def broadcast(self, data: Tensor) -> None:
-        """Send ``data``, or overwrite it with the sender's; returns when done.
+        """On the sender, send ``data``; on a receiver, overwrite it with the sender's. Returns when done.
 
         Raises:
-            OSError, RuntimeError: if it took too long or failed; only :meth:`leave` may be called then.
+            OSError, RuntimeError: the broadcast failed or took too long; afterwards only :meth:`leave` may be called.
         """
         if self._group is None:
             raise TransferOverError("There is no connection.")
         work = self._group.broadcast(data, SENDER)
         self._wait_until(work.is_completed, intervals.TRANSFER_POLL_INTERVAL)
-        work.wait()  # It is over: this raises what went wrong, and lets the current stream go on after the transfer's.
+        work.wait()  # The work has ended: this raises its error, and orders the current stream after the transfer's.
 
     def interrupt(self, reason: str) -> None:
         """On the sender, make the running or next operation of all members fail with ``reason``. Thread-safe."""
         self._store.set("over", reason)
 
     def leave(self, reason: str) -> None:
-        """Leave the group; when the sender leaves, the receivers' waits fail with ``reason``."""
+        """Leave the group; when the sender leaves, the waits of receivers fail with ``reason``."""
         if self._server is not None:
             self.interrupt(reason)
             self._server.close()
@@ -118,7 +118,7 @@ class TransferGroup:
         """Poll ``is_done`` until it returns True; every ``intervals.POLL_INTERVAL`` seconds check the group's state.
 
         Raises:
-            TimeoutError: if the group's timeout expires.
+            TimeoutError: the group's timeout has passed.
         """
         next_check = Deadline(0.0)
 
@@ -147,7 +147,7 @@ class TransferGroup:
             raise TimeoutError(f"no sign of number {numbers} of 0 to {self.place.size - 2}, and {error}") from None
 
     def _make_group(self) -> None:
-        """Make torch's group, on all ranks at the same time; in a thread, because torch may block forever."""
+        """Create torch's group, on all ranks at the same time; in a thread, because torch may block forever."""
         results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
         def make() -> None:
@@ -205,13 +205,13 @@ def _make_gloo_group(store: object, place: Place) -> object:
 
 
 def _torch_timeout(place: Place) -> timedelta:
-    """Return torch's timeout, twice the group's, so that this module's timeout expires first, with a clearer error."""
+    """Return torch's timeout: twice the group's, so that this module's timeout passes first, with a clearer error."""
     return timedelta(seconds=2 * place.timeout)
 
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Within the context, errors of NCCL groups go to their caller; by default NCCL's watchdog ends the process."""
+    """Context manager in which NCCL groups' errors are raised, rather than NCCL's watchdog ending the process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"

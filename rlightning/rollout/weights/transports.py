@@ -20,10 +20,10 @@ from rlightning.rpc.authentication import parse_url
 
 
 class ShardSender(WeightSender):
-    """The sender of a rank without engines and bucket: it sends its shards to the sender of another rank.
+    """The sender of a rank without engines and without a bucket: it sends its shards to the sender of another rank.
 
     Args:
-        plan: the same as the other sender's.
+        plan: the same plan as the other sender's.
         destination: the other rank.
     """
 
@@ -36,21 +36,21 @@ def make_colocated_sender(source: WeightSource, config: EngineConfig, ranks: Seq
     """Return this rank's sender to engines on its own device.
 
     Args:
-        source: of the weights.
-        config: of the engines.
-        ranks: consecutive ranks, this one among them, whose devices one engine uses.
+        source: source of the weights.
+        config: configuration of the engines.
+        ranks: consecutive ranks, including this one, on whose devices one engine runs.
     """
     return SharedMemorySender(_plan(source, config), config.device, ranks=ranks)
 
 
 def make_standalone_sender(source: WeightSource, configs: Sequence[EngineConfig]) -> WeightSender:
-    """Return this rank's sender to standalone engines; rank 0 is connected with them."""
+    """Return this rank's sender to standalone engines; only rank 0 is connected to them."""
     config = configs[0]
     plan = _plan(source, config)
     if global_rank() != COLLECTOR_RANK:
         return ShardSender(plan, destination=COLLECTOR_RANK)
     destination = COLLECTOR_RANK if world_size() > 1 else None
-    # A worker that receives answers nothing else, and must not count as hanging.
+    # A receiving worker answers no other call, and must not count as hanging.
     timeout = min(intervals.TRANSFER_TIMEOUT, config.hang_timeout / 2)
     if config.weight_folder is not None:
         folder = config.weight_folder
@@ -62,7 +62,7 @@ def make_standalone_sender(source: WeightSource, configs: Sequence[EngineConfig]
 
 
 def own_address(urls: Sequence[str]) -> str:
-    """Return the address of this machine that engines at ``urls`` reach; the loopback address if all are local."""
+    """Return the address of this machine that engines at ``urls`` can reach; the loopback address if all are local."""
     found = "127.0.0.1"
     for url in urls:
         with contextlib.suppress(OSError):
