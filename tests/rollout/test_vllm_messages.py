@@ -23,14 +23,12 @@ def outputs_of(step: int) -> EngineCoreOutputs:
 
 def send_all(socket: "zmq.Socket[bytes]", num_steps: int) -> None:
     """Send as vLLM 0.24's core does: a buffer is used again as soon as the last frame's tracker allows it."""
-    encoder, free, pending = MsgpackEncoder(), list[bytearray](), list[tuple[zmq.MessageTracker, bytearray]]()
+    encoder, free, pending = MsgpackEncoder(), list[bytearray](), list[bytearray]()
     for step in range(num_steps):
         buffer = free.pop() if free else bytearray()
         tracker = socket.send_multipart(encoder.encode_into(outputs_of(step), buffer), copy=False, track=True)
-        if tracker.done:
-            free.append(buffer)
-        else:
-            pending.append((tracker, buffer))
+        assert tracker is not None
+        (free if tracker.done else pending).append(buffer)
 
 
 @pytest.mark.parametrize("is_one_frame", [True, False])

@@ -316,7 +316,7 @@ class VLLMServer:
             if state.external_req_id == request_id and state.logprobs_processor is not None:
                 state.logprobs_processor.tokenizer = None
 
-    async def _take_in_outputs(self) -> None:
+    async def _await_outputs(self) -> None:
         """Wait until all outputs that the engine's core has sent are processed; relies on :func:`set_variables`."""
         # What a step has sampled comes on the same socket as the answer that it has paused, and before it.
         while not self.engine.engine_core.outputs_queue.empty():
