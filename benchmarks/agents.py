@@ -21,7 +21,20 @@ from statistics import median
 from typing import Any
 
 from agent_work import trajectories
-from launch import Job, Rows, Run, benchmark_parser, callback, finish, fit, format_table, grpo_config, prepare, say
+from launch import (
+    PROMPT_TOKENS,
+    Job,
+    Rows,
+    Run,
+    benchmark_parser,
+    callback,
+    finish,
+    fit,
+    format_table,
+    grpo_config,
+    prepare,
+    say,
+)
 
 PARTS = ("waiting", "endpoint", "idle")
 GUESS = "rlightning.environments.StepEnvironment"
@@ -36,7 +49,8 @@ def make_job(arguments: argparse.Namespace, name: str, environment: dict[str, An
         prompts_per_step=options["prompts"],
         samples_per_prompt=options["samples"],
         model={"validate_first": False},
-        rollout={"max_new_tokens": options["max_new_tokens"], "gpu_memory_utilization": 0.4},
+        rollout={"max_new_tokens": options["max_new_tokens"], "gpu_memory_utilization": 0.4}
+        | ({"engine": {"max_model_len": options["max_model_len"]}} if "max_model_len" in options else {}),
         callbacks=[
             callback("agent_work.HostTrace"),
             callback("CompletionsTable", every_n_steps=1, num_console=0, num_logged=0),
@@ -117,8 +131,9 @@ def shares(row: dict[str, Any]) -> tuple[float, float, float]:
 def measure_endpoint(arguments: argparse.Namespace) -> Rows:
     """A row each: tokens/s of generation, sampled by the trainer and through the endpoint."""
     rows: Rows = []
+    longest = PROMPT_TOKENS + arguments.new_tokens  # or the endpoint's engine would be one for the model's longest
     for name, environment in (("direct", None), ("endpoint", agent(arguments.workers))):
-        run = fit(make_job(arguments, name, environment), arguments, [0]).require_success()
+        run = fit(make_job(arguments, name, environment, max_model_len=longest), arguments, [0]).require_success()
         steps = run.metrics()[1:] or run.metrics()
         num_sequences = arguments.prompts * arguments.samples
         tokens = median(row["completion/length"] for row in steps) * num_sequences

@@ -12,7 +12,7 @@ from waiting import still_running
 
 from rlightning.processes.process_table import find_children
 
-OF_LIBRARIES = ("resource_tracker", "multiprocessing.forkserver", "compile_worker", "wandb-core", "gpu_stats")
+OF_LIBRARIES = ("resource_tracker", "multiprocessing.forkserver", "compile_worker", "wandb-core", "gpu_stats", "orted")
 """In the commands of helpers that libraries start once, and end with this process."""
 LEAVE_SECONDS = 60.0
 """For a child that was killed to be gone."""

@@ -331,5 +331,5 @@ def test_state_that_each_worker_has_is_explained(
     function: Any, state: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     RewardRunner([RewardFunction(function, name="mine")])
-    expected = [] if state is None else [f"Reward 'mine' changes {state}. Each worker process has a copy of its own"]
+    expected = [] if state is None else [f"Reward 'mine' changes {state}. Each worker process has its own copy"]
     assert [record.getMessage().partition(", which")[0] for record in caplog.records] == expected
