@@ -287,7 +287,7 @@ class RolloutCallback(RLCallback, Generator):
     # Metrics of environments
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Log the metrics of environments, a collective, and free the sampler's memory."""
+        """Log the environments' metrics, which is a collective, and free the sampler's memory."""
         self._report_supports(batch)
         if not self.is_single_turn:
             self._turns.add(batch.trajectories)

@@ -1,9 +1,10 @@
 """The RL hooks of callbacks, and the function that calls them.
 
-A training step calls them in this order; those in brackets only if weights are sent, if the run waits for an engine,
-and if the engine sleeps. The hooks of rollout and reward are repeated for each refill. The run waits for standalone
-engines
-before the first ``on_weight_sync_start``::
+A training step calls them in the order below. Brackets: ``on_weight_sync_start`` to ``on_weight_sync_end`` are called
+if weights are sent, ``on_engine_start`` and ``on_engine_ready`` if the run waits for an engine to start, and
+``on_engine_sleep`` if the engine sleeps. The hooks of rollout and reward are repeated whenever more prompts are sampled
+in the same step, in place of groups that were dropped. Standalone engines (on devices of their own) are awaited before
+the first ``on_weight_sync_start``::
 
     on_rollout_start
     [on_weight_sync_start  [on_engine_start  on_engine_ready]  on_engine_wake  on_weight_sync_end]
@@ -11,8 +12,9 @@ before the first ``on_weight_sync_start``::
     on_reward_start  on_reward_end
     on_update_start  on_update_end
 
-If engines continue to sample during updates (``rollout.max_staleness``), weights are sent by ``VLLMRollout``'s own
-``on_update_end``, before that of other callbacks, and in a rollout to engines that have started meanwhile.
+If engines continue to sample during updates (``rollout.max_staleness``), ``VLLMRollout`` sends the weights in its own
+``on_update_end``, which is called before that of other callbacks. Engines that start later get the weights in the next
+rollout.
 ``VLLMRollout`` is the first callback, and its engine goes to sleep in its own ``on_rollout_end``: other callbacks get
 ``on_engine_sleep`` before ``on_rollout_end``.
 

@@ -200,10 +200,15 @@ class SourceKeys(ConfigKeys):
             self.find_class(value, [], key)
 
     def find_class(self, path: str, bases: list[type], key: str) -> str | None:
-        """Return the dotted path of a class in the section's package, given by path or bare name; else None.
+        """Return the dotted path of a class of this package; None for one of another package, which is not read.
+
+        Args:
+            path: the class's dotted path, or its bare name, which is looked up in the package for the section ``key``.
+            bases: classes of which it has to be a subclass, which is not checked here.
+            key: the key of the configuration that names the class.
 
         Raises:
-            ConfigError: no module has the class.
+            ConfigError: the class should be in this package, and no module has it.
         """
         place = place_of(key)
         base, package = BASES.get(place, ""), PACKAGES.get(place)

@@ -62,7 +62,7 @@ class PlanCLI(RLCLI):
 
 
 def plan(options: list[str]) -> str:
-    """Return the plan of a run as text.
+    """Return the memory that a run with these command-line options would need, phase by phase, as text; start nothing.
 
     Raises:
         ConfigError: the user's configuration has a mistake.

@@ -14,6 +14,7 @@ from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.report import sum_up
 from rlightning.memory_plan.work import Parallelism, RoleMemory, Work, read_precision
 from rlightning.models.adapter import LoRA
+from rlightning.models.counts import can_count
 from rlightning.models.layers import Checkpointing, should_compile
 from rlightning.optim.optimizer import AdamWSettings
 from rlightning.parallel.device import GIB
@@ -80,7 +81,7 @@ def read_run(trainer: Trainer, module: object) -> Work:
         others=tuple(
             RoleMemory(
                 name=name,
-                config=role.config,
+                config=role.config if role.config is not None and can_count(role.config) else None,
                 optimizer_states=None if role.optimizer is None else role.optimizer.optimizer_states,
                 gradient_checkpointing=role.gradient_checkpointing,
             )

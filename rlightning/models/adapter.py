@@ -242,7 +242,13 @@ def shorten(modules: Mapping[str, object], layers: Mapping[str, object]) -> tupl
 
 
 def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, int]]) -> LoRA:
-    """Return the adapter of a folder; raise a ConfigError if the user's settings contradict it."""
+    """Read the saved LoRA in ``adapter.path``; raise a ConfigError if the settings in ``adapter`` contradict it.
+
+    Args:
+        adapter: the user's settings.
+        model: path or name of the base model.
+        layers: rows and columns of the weight of each linear layer, by the layer's name.
+    """
     peft, folder = import_peft(), Path(str(adapter.path)).expanduser()
     where = f"adapter.path='{folder}'"
     if not (folder / CONFIG_FILE).is_file():

@@ -31,7 +31,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlightning.models.layers import decoder_layers
 from rlightning.parallel.sharding import named_weights
@@ -63,6 +63,11 @@ def cache_by_config(
 
 
 @cache_by_config
+def can_count(config: PreTrainedConfig) -> bool:
+    """Return whether :func:`count_weights` knows the architecture: a causal language model of transformers."""
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
 def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a model on the meta device, without memory for weights. The model is cached: callers must not modify it."""
     with torch.device("meta"):

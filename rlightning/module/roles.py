@@ -41,7 +41,7 @@ class ModelRole:
         load: constructs the network on the module's device, on all ranks. ``module.load_model`` loads a Hugging Face
             model, sharded if the strategy shards; any other network must be whole on each rank.
         optimizer: settings of optimizer and schedule; None if the network is frozen.
-        config: of a Hugging Face model, for the memory plan.
+        config: a Hugging Face model's; the memory plan counts the role if it is a causal language model.
         gradient_checkpointing: whether a trained Hugging Face model recomputes activations in the backward pass, in all
             layers or in none; "auto" for the actor's share of layers, which the memory plan chooses if the actor's
             setting is "auto" too.

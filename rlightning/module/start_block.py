@@ -15,7 +15,7 @@ from rlightning.memory_plan.report import describe_checkpointing, describe_moved
 from rlightning.memory_plan.work import Parallelism
 from rlightning.models.architecture import can_share_prefixes
 from rlightning.models.attention import describe_attention
-from rlightning.models.counts import count_weights
+from rlightning.models.counts import can_count, count_weights
 from rlightning.models.layers import should_compile
 from rlightning.module.evaluation import EvaluationSteps
 from rlightning.module.roles import ACTOR
@@ -133,7 +133,7 @@ def checkpoint_bytes(module: EvaluationSteps, itemsize: int, *, has_state: bool)
     """Return the bytes of a checkpoint's weights, ``itemsize`` each, and optimizer state, of roles of known size."""
     size = 0.0
     for name, role in module.configure_roles().items():
-        if role.optimizer is not None and role.config is not None:
+        if role.optimizer is not None and role.config is not None and (name == ACTOR or can_count(role.config)):
             adapter = module.adapter if name == ACTOR else None
             count = count_weights(role.config).total if adapter is None else adapter.num_parameters
             state = bytes_per_parameter(role.optimizer.optimizer_states, itemsize) if has_state else 0

@@ -261,8 +261,8 @@ class EndOnSigterm(Callback):
         if self._stop is not None:
             self._stop.keep_step()
 
-    def _end_if_stopped(self, *_: object, **__: object) -> None:
-        """End the run now if a signal has arrived; called after a step or a validation has ended and is saved."""
+    def _allow_interrupt_if_running(self, *_: object, **__: object) -> None:
+        """Allow interruption again unless a signal has arrived; called after a step or validation has been saved."""
         if self._stop is not None and not self._stop.signum:
             self._allow_interrupt()
 
@@ -270,7 +270,7 @@ class EndOnSigterm(Callback):
     on_train_batch_start = on_rollout_start = on_validation_start = _allow_interrupt
     on_update_start = on_before_optimizer_step = on_save_checkpoint = _keep_step
     on_validation_epoch_end = on_train_epoch_end = _keep_step
-    on_train_batch_end = on_validation_end = _end_if_stopped
+    on_train_batch_end = on_validation_end = _allow_interrupt_if_running
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Set the exit code of Lightning's exception; called after all other callbacks have cleaned up."""

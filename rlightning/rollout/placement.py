@@ -18,7 +18,14 @@ trainer's process.
 
 
 def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
-    """Return the names of the devices of ranks that share an engine, whatever each rank's ``CUDA_VISIBLE_DEVICES``."""
+    """Return the CUDA devices of ranks that share an engine, () on the CPU; a collective if there are several ranks.
+
+    A device is its index or UUID on the host, as for ``CUDA_VISIBLE_DEVICES``, so that it is the same on each rank.
+
+    Args:
+        own: this rank's device.
+        ranks: the ranks that share an engine.
+    """
     if own.type != "cuda":
         return ()
     name = _name(own)

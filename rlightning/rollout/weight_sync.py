@@ -155,9 +155,9 @@ class WeightSync:
             self._loop.call(self._pool.set_serving, serving)
 
     def needs_sync(self) -> bool:
-        """Return, on rank 0, whether to sync during requests: no engine serves, or a restarted one needs weights.
+        """Return whether weights must be sent while requests wait; False except on rank 0, and without an engine pool.
 
-        Return False on other ranks, and without a pool.
+        They must be if no engine is serving, or if a restarted engine lacks the current weights.
         """
         return self._pool is not None and (self._pool.num_serving == 0 or self._samplers.needs_sync())
 

@@ -16,7 +16,7 @@ from tiny import UseGenerator, bare_trainer, make_algorithm, make_data, make_tra
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import ModernBertConfig, PreTrainedModel
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import OffloadDuringRollout
@@ -195,3 +195,20 @@ def test_checkpoint_size_includes_critic(model_folder: str) -> None:
     # the actor's moments take 8 bytes a number, the critic's 4
     assert checkpoint_bytes(module, 4, has_state=True) == (4 + 8) * size + (4 + 4) * size
     assert checkpoint_bytes(module, 4, has_state=False) == 8 * size
+
+
+class ClassifyingCritic(CriticGRPO):
+    """Its critic's config is that of an encoder, whose weights the plan cannot count."""
+
+    def configure_roles(self) -> dict[str, ModelRole]:
+        roles = super().configure_roles()
+        roles["critic"] = replace(roles["critic"], config=ModernBertConfig())
+        return roles
+
+
+def test_a_critic_of_unknown_size_is_not_counted(model_folder: str, tmp_path: Path) -> None:
+    module = make_algorithm(ClassifyingCritic, model_folder, max_tokens_per_microbatch=23, validate_first=False)
+    made, _ = train(tmp_path, module, steps=1)
+    size = sum(parameter.numel() for parameter in module.loaded_actor.parameters())
+    assert checkpoint_bytes(module, 4, has_state=False) == 4 * size
+    assert [(role.name, role.config) for role in read_run(made, module).others] == [("critic", None)]
