@@ -231,9 +231,7 @@ def test_full_device_error_names_the_ways_out() -> None:
         server = VLLMServer(FullDevice())  # type: ignore[arg-type]
         await server.sleep()
         for _ in range(2):  # what is held for an update is released again
-            with pytest.raises(
-                MemoryError, match=r"memory for its weights when it wakes, .* Lower rollout\.gpu"
-            ):
+            with pytest.raises(MemoryError, match=r"memory for its weights when it wakes, .* Lower rollout\.gpu"):
                 await server.receive_weights(0)
 
     asyncio.run(asyncio.wait_for(wake(), 60))
