@@ -62,12 +62,12 @@ def cache_by_config(
     return find
 
 
-@cache_by_config
 def can_count(config: PreTrainedConfig) -> bool:
     """Return whether :func:`count_weights` knows the architecture: a causal language model of transformers."""
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
+@cache_by_config
 def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a model on the meta device, without memory for weights. The model is cached: callers must not modify it."""
     with torch.device("meta"):

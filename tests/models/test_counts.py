@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
-from rlightning.models.counts import model_flops, sequence_flops, visible_pairs
+from rlightning.models.counts import build_empty, model_flops, sequence_flops, visible_pairs
 
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 KINDS: dict[str, dict[str, Any]] = {
@@ -92,3 +92,7 @@ def test_visible_pairs_count_causal_tokens_within_window() -> None:
     assert visible_pairs(lengths, None).tolist() == [1, 6, 15]
     assert visible_pairs(lengths, 3).tolist() == [1, 6, 1 + 2 + 3 + 3 + 3]
     assert visible_pairs(lengths, 64).tolist() == [1, 6, 15]
+
+
+def test_an_empty_model_is_built_once() -> None:
+    assert build_empty(tiny_config("qwen3")) is build_empty(tiny_config("qwen3"))
