@@ -88,7 +88,7 @@ class CompletionsTable(RunCallback):
         self._effort = BestEffort("Completions")
 
     def state_dict(self) -> StateDict:
-        """Return the number of steps, for loops that do not count steps."""
+        """Return the number of steps counted so far; it is used only in loops without a ``global_step``."""
         return {"num_steps": self._num_steps}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -117,17 +117,17 @@ class CompletionsTable(RunCallback):
         self._rollouts = []
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: object) -> None:
-        """Discard the earlier attempt at a step whose update was interrupted."""
+        """If the last update did not end, discard its step's data: this rollout repeats the step."""
         if self._is_updating:
             self.drop_step()
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Keep the batch, since later hooks do not get trajectories that count as not sampled."""
+        """Keep the batch with its failed trajectories, which are written to the file but not passed to later hooks."""
         if generates(module) and has(module, SelectsSampled):
             self._rollouts.append(batch)
 
     def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Keep the batch until its advantages are computed; a refill of the step replaces it."""
+        """Keep the batch with its rewards, in place of the step's earlier batch if the step was refilled."""
         if not generates(module):  # supervised fine-tuning: the completions come from the data
             return
         step = self._count(trainer)
@@ -136,7 +136,7 @@ class CompletionsTable(RunCallback):
         self._pending = (step, batch)
 
     def on_update_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Show and write the batch before it is trained on."""
+        """At step 1 and every ``every_n_steps``-th one, show the batch and write it to the step's file."""
         if not generates(module):
             return
         step = self._count(trainer) if self._pending is None else self._pending[0]
@@ -152,7 +152,7 @@ class CompletionsTable(RunCallback):
         self._is_updating = False
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Show and write a batch without an update, because no group has a signal."""
+        """Show and write the batch of a step without an update, such as one with equal rewards in each group."""
         self._flush(trainer, module)
 
     def _count(self, trainer: Loop) -> int:
@@ -219,7 +219,7 @@ class CompletionsTable(RunCallback):
 
 
 def not_sampled(module: object, rollouts: Sequence[RolloutBatch]) -> Iterator[RolloutBatch]:
-    """Yield, for each rollout, a batch of the trajectories that count as not sampled, such as failed ones."""
+    """Yield, for each rollout, a batch of its trajectories that are excluded from training, such as failed ones."""
     if not has(module, SelectsSampled):
         return
     for batch in rollouts:
@@ -230,7 +230,7 @@ def not_sampled(module: object, rollouts: Sequence[RolloutBatch]) -> Iterator[Ro
 
 
 def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
-    """Put a text on one line, cut to ``limit`` characters at its end, or in the middle to keep the end too."""
+    """Return a text as one line of at most ``limit`` characters, cut at its end, or with ``keep_end`` in its middle."""
     line = visible_on_one_line(text)
     if len(line) <= limit:
         return line

@@ -17,10 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class ControllerMode(RLCallback):
-    """Sets the process's execution mode before a device is used; see :mod:`~rlightning.parallel.execution_mode`.
+    """Sets whether this process is a rank of equal processes (SPMD), a controller, or a controller's worker.
 
-    A controller has no model and never creates a CUDA context: calls that synchronize a device or read its memory do
-    nothing. Without this callback a process is SPMD.
+    The mode is set before a device is used (:mod:`~rlightning.parallel.execution_mode`). A controller has no model and
+    never creates a CUDA context: calls that synchronize a device or read its memory do nothing. Without this callback a
+    process is SPMD.
 
     In a loop that is not Lightning's, call ``setup(loop, module, "fit")`` before the loop's first use of a device.
     ``loop.strategy``, if it exists, may declare an ``execution_mode``, and in a worker a ``controller``.
@@ -44,7 +45,7 @@ class ControllerMode(RLCallback):
         check_execution_mode(self.mode, strategy=_strategy_of(trainer), controller=self.controller)
 
     def setup(self, trainer: Loop, module: object, stage: str) -> None:
-        """Set the mode; raise a ConfigError for contradictory settings."""
+        """Set the process's mode; raise a ConfigError if settings contradict, or a controller has used CUDA."""
         check_repeated(callbacks_of(trainer))
         resolved = resolve_execution_mode(self.mode, strategy=_strategy_of(trainer), controller=self.controller)
         if resolved is ExecutionMode.CONTROLLER and platform.has_context():

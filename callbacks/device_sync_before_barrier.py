@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class DeviceSyncBeforeBarrier(RLCallback):
-    """Each rank synchronizes its device before it enters a barrier.
+    """Makes each rank synchronize its device before it enters a barrier.
 
     A barrier waits for processes, but their work on devices may still run when the barrier returns. A process that then
     reads another rank's memory, files or engine may find them half-written. With this callback all device work that any
@@ -46,7 +46,7 @@ class DeviceSyncBeforeBarrier(RLCallback):
         self._device: torch.device | None = None
 
     def setup(self, trainer: Loop, module: object, stage: str) -> None:
-        """Wrap every barrier."""
+        """Make every barrier synchronize the device first, until :meth:`teardown`."""
         if self._undo:
             return
         self._device = self.device or platform.device_of(trainer, module)
@@ -56,11 +56,11 @@ class DeviceSyncBeforeBarrier(RLCallback):
         self._undo.append(functools.partial(remove_barrier_hook, self._wait))
 
     def teardown(self, trainer: Loop, module: object, stage: str) -> None:
-        """Restore the barriers."""
+        """Undo :meth:`setup`: barriers no longer synchronize the device."""
         self._leave_barriers()
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """Restore the barriers, because ``teardown`` is not called after an exception."""
+        """Undo :meth:`setup`, because ``teardown`` is not called after an exception."""
         self._leave_barriers()
 
     def _leave_barriers(self) -> None:

@@ -115,7 +115,7 @@ class EmptyCacheAfterUpdate(RunCallback):
         log_metrics(module, metrics)
 
     def pays(self, memory: platform.MemoryUse) -> bool:
-        """Return whether the thresholds require that the cache is emptied now."""
+        """Return whether to empty the cache: if free or reserved memory is beyond its threshold, or none is set."""
         reasons = []
         if self.min_free_bytes is not None:
             reasons.append(memory.free < self.min_free_bytes)

@@ -59,7 +59,7 @@ class MakeRoomForEngine(OffloadDuringRollout):
         super().on_engine_sleep(trainer, module)
 
     def is_needed(self, trainer: Loop, module: object) -> bool:
-        """Return whether the engine still lacks memory after the allocator's cache was emptied."""
+        """Return whether tensors must be offloaded for the engine; if memory is short, empty PyTorch's cache first."""
         device = platform.device_of(trainer, module)
         memory = platform.memory_use(device)
         if memory is None or not self.engine_bytes or _missing_bytes(memory, self._others_awake) <= 0:

@@ -65,13 +65,13 @@ class OffloadDuringRollout(RunCallback):
         self.last = {}
 
     def drop_step(self) -> None:
-        """Record that the engine sleeps: after an interrupted step its sleep is not reported."""
+        """Treat the engine as asleep: after an interrupted step ``on_engine_sleep`` is not called."""
         self._is_engine_awake = False
         self._offload_seconds = 0.0
 
     @property
     def moved_each_step(self) -> frozenset[str]:
-        """The parts of memory that are on the host while an engine is awake, by their names in the memory plan."""
+        """Parts of the memory plan that are offloaded in each step, such as ``"optimizer_state"``."""
         parts = {"optimizer_state"} if self.optimizer else set()
         return frozenset(parts | ({"parameters", "frozen_models"} if self.parameters else set()))
 
@@ -95,7 +95,7 @@ class OffloadDuringRollout(RunCallback):
             self._offload_parameters(trainer, module)
 
     def is_needed(self, trainer: Loop, module: object) -> bool:
-        """Return whether tensors have to be offloaded now; subclasses may do so only if memory is short."""
+        """Return whether to offload tensors now: always True here; a subclass may offload only if memory is short."""
         return True
 
     # Moving tensors back
@@ -125,7 +125,7 @@ class OffloadDuringRollout(RunCallback):
         self._restore(None)  # no module: nothing is logged in the middle of a save
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """Move the offloaded tensors back to their device."""
+        """Move the offloaded tensors back to their device; log an error if it lacks the memory."""
         super().on_exception(trainer, module, exception)
         try:
             self.teardown(trainer, module, "fit")

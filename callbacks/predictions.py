@@ -29,7 +29,7 @@ logger = logging.getLogger("rlightning")
 
 
 class JSONLPredictions(RLCallback):
-    """Writes the results of ``predict_step`` to a file.
+    """Writes the completions of ``predict_step`` to a file: JSON Lines with one object a prompt, or Parquet.
 
     In JSON Lines each object is a prompt: ``index`` (the prompt's row), ``prompt``, ``completions`` and
     ``finish_reasons`` (lists of equal length), and ``columns`` (the row as it was read; NaN and infinities, which JSON
@@ -59,7 +59,7 @@ class JSONLPredictions(RLCallback):
 
     @property
     def state_key(self) -> str:
-        """A key that contains the path, since two of these callbacks write two files."""
+        """Key of this callback's state in a checkpoint; contains the path, as a run may have two of these callbacks."""
         return self._generate_state_key(path=self.path)
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
@@ -67,7 +67,11 @@ class JSONLPredictions(RLCallback):
         return self._path(trainer) if stage == "predict" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Raise an error if the file exists, and exclude prompts that an interrupted run has completed."""
+        """Exclude prompts that an interrupted run has completed. In a prediction, every rank must call it.
+
+        Raises:
+            ConfigError: the file exists, another process writes it, or a partial file is of a run with other settings.
+        """
         check_repeated(callbacks_of(trainer))
         check_outputs(trainer, stage)
         if stage == "predict":
@@ -83,7 +87,7 @@ class JSONLPredictions(RLCallback):
         file.open()
 
     def is_done(self, prompt: Prompt) -> bool:
-        """Return whether an earlier run has completed a prompt.
+        """Return whether an earlier run has written the completions of ``prompt``.
 
         Raises:
             ConfigError: the earlier run has completed another prompt with this index.

@@ -51,7 +51,7 @@ class RLProgressBar(RichProgressBar, PhaseTimer):
         return self._is_live and super().is_enabled
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Detect a terminal; raise a ConfigError for a loop other than Lightning's Trainer."""
+        """Decide whether the terminal can show a bar; raise a ConfigError for a loop other than Lightning's Trainer."""
         if not (isinstance(trainer, Trainer) and isinstance(pl_module, LightningModule)):
             raise ConfigError(
                 f"RLProgressBar needs Lightning's Trainer, which {type(trainer).__name__} is not. Leave it out of the "

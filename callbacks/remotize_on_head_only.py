@@ -18,7 +18,7 @@ TENSOR_PARALLEL_DIMS = ("tensor_parallel", "tp")
 
 
 class RemotizeOnHeadOnly(RLCallback):
-    """Lets only the first rank of each tensor-parallel group, its data-parallel head, store results; others get None.
+    """Makes ``store_tensors`` store only on the first rank of a tensor-parallel group; on others it returns None.
 
     The ranks of such a group compute the same results, of which only one copy is read. Without reference counting the
     other copies would never be freed (docs/rtensor.md).
@@ -55,7 +55,7 @@ class RemotizeOnHeadOnly(RLCallback):
         self.is_head: bool | None = None
 
     def setup(self, trainer: Loop, module: object, stage: str) -> None:
-        """Determine whether this rank is the head of its group; from now on only heads store results."""
+        """Make ``store_tensors`` store results only if this rank is the first of its tensor-parallel group."""
         check_repeated(callbacks_of(trainer))
         self.is_head = self._find_place(trainer, module)
         if self.is_head is False:
@@ -63,12 +63,12 @@ class RemotizeOnHeadOnly(RLCallback):
         set_storing_policy(self._stores)
 
     def teardown(self, trainer: Loop, module: object, stage: str) -> None:
-        """Let all ranks store their results again."""
+        """Make ``store_tensors`` store the results of this rank again."""
         self.is_head = None
         set_storing_policy(None)
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """Let all ranks store again, because ``teardown`` is not called after an exception."""
+        """Undo :meth:`setup`, because ``teardown`` is not called after an exception."""
         self.teardown(trainer, module, "fit")
 
     def _stores(self) -> bool:

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class RolloutCallback(RLCallback, Generator):
-    """Completes a module's prompts with a sampler that has the actor's current weights.
+    """Base of callbacks that sample trajectories of a module's prompts with the actor's current weights.
 
     A subclass starts its sampler in :meth:`start`, provides the :attr:`collector` that samples from it, and ends it in
     :meth:`close`.
@@ -179,14 +179,14 @@ class RolloutCallback(RLCallback, Generator):
     @property
     @abstractmethod
     def collector(self) -> Collector:
-        """The collector, which completes the prompts of all ranks.
+        """This rank's :class:`Collector`: rank 0 samples all ranks' prompts, and each rank gets its trajectories.
 
         Raises:
             EngineError: there is no sampler.
         """
 
     def make_runner(self, sampler: TokenSampler) -> EnvironmentRunner:
-        """Return the runner of the environments, on rank 0."""
+        """Return the object that runs :attr:`environment` with turns from ``sampler``; called only on rank 0."""
         return EnvironmentRunner(
             sampler,
             self._module.tokenizer,
@@ -199,7 +199,7 @@ class RolloutCallback(RLCallback, Generator):
         )
 
     def make_verifier(self, sampler: TokenSampler, dtype: torch.dtype) -> TrajectoryVerifier | None:
-        """Return the verifier of trajectories, on rank 0; None if trajectories are not verified."""
+        """Return what checks trajectories against ``sampler``'s log-probabilities; None if they are not verified."""
         return TrajectoryVerifier(sampler, self.max_sequence_length, dtype) if self.verify_trajectories else None
 
     def sleep_sampler(self) -> None:
@@ -256,7 +256,7 @@ class RolloutCallback(RLCallback, Generator):
     # Random streams
 
     def begin_step(self) -> None:
-        """Reset the state of a step; called at the beginning and at the end of a step, in every loop."""
+        """Reset random streams and counts for a new step; called at the beginning and end of a step, in every loop."""
         self._streams.begin("training")
         self._turns = TurnTotals()
         if self._collector is not None:
@@ -267,7 +267,7 @@ class RolloutCallback(RLCallback, Generator):
         self.begin_step()
 
     def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
-        """Begin the next step, in a loop without batches."""
+        """Begin the next step: a loop without batches does not call ``on_train_batch_start``."""
         self.begin_step()
 
     def on_validation_start(self, trainer: Loop, pl_module: object) -> None:
@@ -287,7 +287,7 @@ class RolloutCallback(RLCallback, Generator):
     # Metrics of environments
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Log the environments' metrics, which is a collective, and free the sampler's memory."""
+        """Log the environments' metrics, and free the sampler's memory. Every rank must call it."""
         self._report_supports(batch)
         if not self.is_single_turn:
             self._turns.add(batch.trajectories)
@@ -304,9 +304,9 @@ class RolloutCallback(RLCallback, Generator):
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
     ) -> list[list[Trajectory]]:
-        """Make ``num_samples`` trajectories of each prompt, in the prompts' order, from the actor's current weights.
+        """Return ``num_samples`` trajectories of each prompt, in the prompts' order. Every rank must call it.
 
-        If the sampler lacks these weights, they are sent first.
+        They are sampled with the actor's current weights, which are sent first if the sampler lacks them.
 
         Args:
             prompts: this rank's prompts.
@@ -389,7 +389,7 @@ class RolloutCallback(RLCallback, Generator):
 
     @property
     def prompt_format(self) -> PromptFormat:
-        """The data module's format of prompts."""
+        """The data module's settings for converting a row to a prompt; the defaults if it has none."""
         datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None
         found = datamodule.format if has(datamodule, HasPromptFormat) else None
         return found if isinstance(found, PromptFormat) else USUAL

@@ -100,14 +100,14 @@ class RunReport(PhaseTimer):
             self._started = perf_counter()
 
     def begin_run(self) -> None:
-        """Reset the report."""
+        """Clear the history of an earlier run."""
         super().begin_run()
         self.history = History()
         self._step = 0
         self._earlier_seconds = 0.0
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Record the step's metrics."""
+        """Record the step's metrics, and write the report after every ``every_n_steps``-th step."""
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         if not has(trainer, HasMetrics):  # a loop that calls record() itself
             return
@@ -212,13 +212,13 @@ class RunReport(PhaseTimer):
 
 
 def recorded_in(trainer: Loop) -> Path:
-    """Return the folder to which a run writes trajectories."""
+    """Return the folder of the run's trajectory files: that of its CompletionsTable, or the default one without it."""
     tables = [callback for callback in callbacks_of(trainer) if isinstance(callback, CompletionsTable)]
     return tables[0].folder(trainer) if tables else run_dir(trainer) / "completions"
 
 
 def settings_of(module: object) -> dict[str, object]:
-    """Return those of the module's hyperparameters that fit into a table cell."""
+    """Return, by name, the algorithm and the module's hyperparameters that are numbers, texts or None."""
     found: dict[str, object] = {name: getattr(module, name) for name in _SETTINGS if hasattr(module, name)}
     if isinstance(module, LightningModule):
         found |= dict(module.hparams_initial)
@@ -227,7 +227,7 @@ def settings_of(module: object) -> dict[str, object]:
 
 
 def machine() -> dict[str, str]:
-    """Return versions and hardware; the GPU only if this process has initialised CUDA."""
+    """Return package versions and hardware as texts by name; the GPU only if this process has initialised CUDA."""
     found = {"Python": platform.python_version()}
     for package in _PACKAGES:
         try:

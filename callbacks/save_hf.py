@@ -52,7 +52,7 @@ class SaveHF(RunCallback):
 
     @property
     def state_key(self) -> str:
-        """A key that contains the path, since two of these callbacks save to two folders."""
+        """Key of this callback's state in a checkpoint; contains the path, as a run may have two of these callbacks."""
         return self._generate_state_key(path=self.path)
 
     def begin_run(self) -> None:

@@ -93,7 +93,7 @@ def device_peak(device: torch.device | None) -> float | None:
 
 
 def update_flops(module: object, batch: RolloutBatch) -> float:
-    """Return this rank's FLOPs in an update, see :mod:`rlightning.models.counts`; 0 for an unknown model.
+    """Return the FLOPs (:mod:`rlightning.models.counts`) of this rank's update on a batch; 0 for an unknown model.
 
     Args:
         module: a module with a ``model_config``; see :class:`Throughput`.

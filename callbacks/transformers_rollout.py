@@ -64,7 +64,7 @@ class TransformersRollout(RolloutCallback):
 
     @property
     def collector(self) -> Collector:
-        """The collector, which completes the prompts of all ranks."""
+        """This rank's :class:`Collector`: rank 0 samples all ranks' prompts, and each rank gets its trajectories."""
         if self._collector is None:
             raise EngineError("There is no sampler: it has not been set up, or has been closed.")
         return self._collector
@@ -75,7 +75,7 @@ class TransformersRollout(RolloutCallback):
         return int(self._module.max_model_length)
 
     def plan_memory(self, work: Work, max_prompt_tokens: int) -> RolloutMemory:
-        """Return the memory of sampling on rank 0's CUDA device (``rlightning.memory_plan.work.PlannedRollout``)."""
+        """Return the memory that sampling takes on rank 0's CUDA device: a copy of the model, and its KV cache."""
         num_samples = work.batch.samples_per_prompt
         most = min(self.max_sequences, work.batch.prompts_per_step * num_samples)
         dtype = "bfloat16" if self.dtype == "auto" else self.dtype
@@ -124,7 +124,7 @@ class TransformersRollout(RolloutCallback):
         self._sampler = self._collector = None
 
     def describe(self) -> str:
-        """Return a line about the sampler; "" without one."""
+        """Return a description of the sampler in one line; an empty string if there is no sampler."""
         if self._collector is None:
             return ""
         dtype = str(self._sampler_dtype).removeprefix("torch.")

@@ -47,7 +47,7 @@ NO_ENGINE = "There is no engine: it has not been set up, or has been closed."
 
 
 class VLLMRollout(RolloutCallback):
-    """Starts a vLLM engine, sends it the actor's weights, samples from it, and ends it in every case.
+    """Starts vLLM engines, sends them the actor's weights, samples from them, and ends them, also after an error.
 
     The engine is a separate process. It starts in ``setup``, while the actor is loaded. If the actor has changed, its
     weights are sent before the next completions; after the first sync and every ``verify_every``-th one, the canary's
@@ -151,7 +151,7 @@ class VLLMRollout(RolloutCallback):
 
     @property
     def is_set_up(self) -> bool:
-        """Whether engines have been started."""
+        """Whether there are engines, which may not have been started yet."""
         return self._engines is not None
 
     @property
@@ -161,7 +161,7 @@ class VLLMRollout(RolloutCallback):
         return int(self._engines.config.engine_args["max_model_len"])
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
-        """Start the engines; returns before they are ready.
+        """Start the engines, and return before they are ready. Every rank must call it.
 
         If the user overrides ``configure_optimizers``, engines start after its result has been checked.
         """
@@ -213,14 +213,14 @@ class VLLMRollout(RolloutCallback):
         return collector
 
     def on_fit_start(self, trainer: Loop, module: object) -> None:
-        """Wait for the first engine, which may fail to start, before a web service's logger starts a run."""
+        """If a logger is a web service, wait for the first engine: a failed start must not leave a run there."""
         loggers = trainer.loggers if has(trainer, HasLoggers) else ()
         if self._engines is None or not any(is_service(logger) for logger in loggers):
             return
         self._engines.wait_for_first()
 
     def teardown(self, trainer: Loop, module: object, stage: str) -> None:
-        """End the engine."""
+        """End the engines, move offloaded tensors back to the device, and free their host memory."""
         super().teardown(trainer, module, stage)
         self._room.teardown(trainer, module, stage)
 
@@ -250,7 +250,7 @@ class VLLMRollout(RolloutCallback):
         return RayEngines(self)
 
     def describe(self) -> str:
-        """Return a line about the engines; "" without any."""
+        """Return a description of the engines in one line; an empty string if there are no engines."""
         if self._engines is None:
             return ""
         options, size = self.options, self.options.devices_per_engine
@@ -258,7 +258,7 @@ class VLLMRollout(RolloutCallback):
         return options.describe(self._engines.config, len(options.engines) or per_host)
 
     def plan_memory(self, work: Work, max_prompt_tokens: int) -> RolloutMemory:
-        """Return the memory of sampling on a rank's CUDA device (``rlightning.memory_plan.work.PlannedRollout``)."""
+        """Return the memory that sampling takes on a rank's CUDA device: an engine, and the weights' send buffer."""
         engine = self.options.plan_memory(
             work.config,
             work.batch,
@@ -284,20 +284,20 @@ class VLLMRollout(RolloutCallback):
     # Hooks and state
 
     def on_train_start(self, trainer: Loop, module: object) -> None:
-        """Start the engines if :meth:`setup` has not done so, now that the optimizers have been checked."""
+        """Start the engines now if :meth:`start` has waited for the check of the user's optimizers."""
         self._start_engines()
 
     def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
-        """Begin a step."""
+        """Begin a step, and copy the list of groups in flight, to which a checkpoint in the step goes back."""
         super().on_train_batch_start(trainer, module, batch, batch_idx)
         self.in_flight.begin_step()
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Remove the step's groups from those in flight, before a checkpoint may be written."""
+        """Drop the copy of the groups in flight at the step's start: a checkpoint no longer goes back to it."""
         self.in_flight.end_step()
 
     def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:
-        """Send the weights to engines that continue to sample, and begin the next step."""
+        """With ``max_staleness``, send the weights while engines sample; begin a step. Every rank must call it."""
         if self.max_staleness and self._engines is not None:
             self._count_change()
             self.collector.weights.sync_weights()
@@ -313,7 +313,7 @@ class VLLMRollout(RolloutCallback):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def begin_step(self) -> None:
-        """Reset the engines' restart budget, and report whether the trainer waits for engines or vice versa."""
+        """Reset the engines' restart budget and the step's counts; log if trainer or engines wait for each other."""
         if self._engines is not None and self._collector is not None and self._bottleneck is not None:
             self._engines.reset_restart_budget()
             totals = self._collector.begin_step()
@@ -328,7 +328,7 @@ class VLLMRollout(RolloutCallback):
         self._room.on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def state_dict(self) -> dict[str, SavedGroups]:
-        """Return the prompts in flight, so that a resumed run neither loses nor repeats any."""
+        """Return the prompts in flight with their finished trajectories, for a resumed run; {} if there are none."""
         if self._collector is not None:
             self._collector.save_progress()
         # As PromptDataModule does: between the update and our on_train_batch_end other callbacks may save, too.
@@ -337,12 +337,12 @@ class VLLMRollout(RolloutCallback):
         return {"in_flight": state} if state["groups"] else {}
 
     def load_state_dict(self, state_dict: dict[str, SavedGroups]) -> None:
-        """Restore the prompts in flight."""
+        """Restore the prompts in flight and their finished trajectories, on rank 0."""
         if global_rank() == COLLECTOR_RANK:
             self.in_flight.load_state_dict(state_dict.get("in_flight", {"groups": []}))
 
     def seeded_sampling(self, device: torch.device) -> Sampling:
-        """Return the sampling parameters of training; on a GPU without the run's seed, which slows vLLM."""
+        """Return training's sampling parameters, with the run's seed only on the CPU: on a GPU it would slow vLLM."""
         return with_run_seed(self.sampling, device)
 
     def collect_trajectories(
@@ -353,7 +353,7 @@ class VLLMRollout(RolloutCallback):
         on_completed: OnCompleted | None = None,
         take_prompts: TakePrompts | None = None,
     ) -> list[list[Trajectory]]:
-        """Add prompts; return the trajectories of as many groups, perhaps of prompts that were already in flight.
+        """Put prompts in flight, and return the trajectories of as many finished groups. Every rank must call it.
 
         ``take_prompts`` provides prompts for ``max_staleness`` further steps, from which engines sample while the actor
         is updated. Without prompts in flight ``on_completed`` is called as by :meth:`generate`; otherwise only with a
@@ -394,7 +394,7 @@ class VLLMRollout(RolloutCallback):
 
     @property
     def collector(self) -> Collector:
-        """The collector, which completes the prompts of all ranks."""
+        """This rank's :class:`Collector`, which rank 0 serves with trajectories; starts the engines if necessary."""
         if self._collector is None:
             raise EngineError(NO_ENGINE)
         self._start_engines()
@@ -407,7 +407,7 @@ class VLLMRollout(RolloutCallback):
             self._engines.start()
 
     def sleep_sampler(self) -> None:
-        """Put the engines to sleep if they share the actor's device."""
+        """If the engines share the actor's device, wait until they are idle, and have them free their memory."""
         if self._engines is None or self._network is None or not self._engines.can_sleep:
             return
         self._network.wait_until_idle()

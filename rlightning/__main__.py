@@ -55,7 +55,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the ``rlightning`` command line, and return its exit code.
 
     Args:
         argv: the arguments after the program's name; None for ``sys.argv[1:]``.
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: list[str]) -> None:
-    """Parse ``args`` and run their command."""
+    """Check the options of the command ``args[0]``, import its module, and run it until it ends."""
     if args[0] in ("rollout", "serve") and not {"-h", "--help"}.isdisjoint(args):
         sys.stdout.write(import_module(f"rlightning.cli.{args[0]}").HELP)
         return
@@ -115,7 +115,7 @@ def run(args: list[str]) -> None:
 
 
 def check_options(args: list[str]) -> None:
-    """Raise a ConfigError for a misspelled key before slow imports."""
+    """Raise a ConfigError for a wrong key or value in a command's options, before slow imports."""
     from rlightning.cli.config_precheck import check_early
 
     command, options = args[0], args[1:]
@@ -135,7 +135,7 @@ def check_options(args: list[str]) -> None:
 
 
 def load(args: list[str]) -> Callable[[], object]:
-    """Import the module that runs the command in ``args``."""
+    """Return a function that runs the command ``args[0]`` with the other ``args``, after importing its module."""
     if args[0] == "plan":
         from rlightning.cli.plan import plan
 
@@ -191,7 +191,7 @@ def end(error: BaseException) -> int:
 
 
 def active_watch() -> "FailureWatch | None":
-    """Return the failure watch of this rank, if the ranks have connected."""
+    """Return this rank's FailureWatch, which ends all ranks if one fails; None before the ranks have connected."""
     failure = sys.modules.get("rlightning.parallel.failure_watch")
     return failure.active_watch() if failure is not None else None
 

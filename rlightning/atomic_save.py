@@ -40,17 +40,17 @@ def written_aside(path: Path) -> Iterator[Path]:
 
 
 def partial_of(path: Path) -> Path:
-    """Return the hidden temporary path next to ``path``, which is written before it is renamed."""
+    """Return the hidden temporary path beside ``path``, which is the same for all processes."""
     return path.with_name(f".{path.name}{PARTIAL}")
 
 
 def own_partial_of(path: Path) -> Path:
-    """Return a temporary path for ``path`` that no other process uses."""
+    """Return a hidden temporary path beside ``path`` that no other process uses."""
     return partial_of(path.with_name(f"{path.name}.{_HOST}-{os.getpid()}"))
 
 
 def remove_dead_partials(path: Path) -> None:
-    """Remove temporary files of ``path`` that this process or ended processes of this host have left."""
+    """Remove temporary files for ``path``: the shared one, this process's, and those of ended processes of the host."""
     remove(partial_of(path))
     for left in path.parent.glob(f".{glob.escape(path.name)}.{_HOST}-*{PARTIAL}"):
         process = left.name.removesuffix(PARTIAL).rpartition("-")[2]
@@ -67,7 +67,7 @@ def prepare_partial(path: Path) -> Path:
 
 
 def swap_in(partial: Path, path: Path) -> None:
-    """Rename ``partial`` to its final path, in place of any earlier file or folder."""
+    """Flush ``partial`` to the disk, and rename it to ``path``, in place of any earlier file or folder."""
     previous = Path(f"{path}{PREVIOUS}")
     _flush(partial)
     if _is_folder(path) or (partial.is_dir() and os.path.lexists(path)):

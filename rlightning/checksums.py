@@ -80,7 +80,7 @@ def seal_file(path: Path) -> None:
 
 
 def verify_file(path: Path) -> None:
-    """Verify a file of ``torch.save`` by the checksum in its comment; without one, by the CRCs of its records.
+    """Raise a DamagedError if a file of ``torch.save`` does not match its checksum or, without one, its records' CRCs.
 
     Raises:
         DamagedError: the file differs from what was written.
@@ -117,12 +117,12 @@ def _verify_records(path: Path, *, has_comment: bool) -> None:
 
 
 def checksums_of(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return the size and the checksum of each of a folder's files, by file name."""
+    """Return the size in bytes and the checksum of each of the folder's files ``names``, by file name."""
     return {name: ((folder / name).stat().st_size, checksum(folder / name)) for name in names}
 
 
 def verify_files(folder: Path, expected: Checksums) -> None:
-    """Verify files of a folder by their sizes and checksums.
+    """Raise a DamagedError if a file in ``expected`` is missing, or has another size or checksum.
 
     Raises:
         DamagedError: names the first missing or damaged file.
@@ -146,7 +146,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify_manifest(folder: Path) -> None:
-    """Verify a folder by its manifest; a folder without one passes.
+    """Raise a DamagedError if a folder's files do not match its ``checksums.json``; a folder without one passes.
 
     Raises:
         DamagedError: names the first missing or damaged file.

@@ -78,7 +78,7 @@ class _OfCallbacks(logging.Filter):
     """A log filter that drops Lightning's messages up to level INFO, except those of its callbacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether ``record`` is shown."""
+        """Return whether to log ``record``: a warning or an error, or a message of one of Lightning's callbacks."""
         return record.levelno > logging.INFO or "callbacks" in Path(record.pathname).parts
 
 

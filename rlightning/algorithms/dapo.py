@@ -15,7 +15,7 @@ OVERLONG = "overlong"
 
 
 class DAPO(GroupModule):
-    """DAPO (arXiv:2503.14476): GRPO without KL, and four changes.
+    """DAPO (arXiv:2503.14476): GRPO without KL, with clip-higher, dynamic sampling, token-level loss, overlong penalty.
 
     - Clip-higher (eq. 10): the upper bound is 0.28, the lower stays 0.2.
     - Dynamic sampling (eq. 11): groups whose rewards, without the overlong penalty, are all equal are replaced by new
@@ -53,7 +53,7 @@ class DAPO(GroupModule):
         self.overlong_cache = overlong_cache
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Return the rewards of the reward functions plus the overlong penalty: [M]."""
+        """Return the rewards plus the overlong penalty, which is also put into ``batch.scores``: [M]."""
         rewards = super().compute_rewards(batch)
         limit = self.sampling.max_new_tokens
         cache = limit // 5 if self.overlong_cache is None else self.overlong_cache
@@ -70,11 +70,11 @@ class DAPO(GroupModule):
         return rewards + penalty
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Return which completions are in a group whose rewards differ: [M] bool."""
+        """Return which trajectories to train on: [M] bool, True in groups whose rewards before the penalty differ."""
         return find_signal(batch, self.compared_rewards(batch))
 
     def compared_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Return the rewards before the overlong penalty: [M]."""
+        """Return the rewards without the overlong penalty, by which dynamic sampling compares a group: [M]."""
         penalty = batch.scores.get(OVERLONG)
         rewards = super().compared_rewards(batch)
         return rewards if penalty is None else rewards - penalty

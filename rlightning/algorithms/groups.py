@@ -33,7 +33,7 @@ class GroupModule(RLModule):
         self.turn_baseline = turn_baseline
 
     def configure_callbacks(self) -> list[Callback]:
-        """Raise a ConfigError for training with groups of one completion, whose advantages are all 0."""
+        """Return the module's callbacks; raise a ConfigError for a fit with fewer than two samples of a prompt."""
         if self.trainer.state.fn == "fit" and self.samples_per_prompt < 2:
             raise ConfigError(
                 f"samples_per_prompt={self.samples_per_prompt}: {type(self).__name__} compares completions of one "
@@ -42,19 +42,19 @@ class GroupModule(RLModule):
         return super().configure_callbacks()
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Return which trajectories are in groups of two or more: [M] bool."""
+        """Return which trajectories to train on: [M] bool, True in groups of two or more."""
         group = torch.unique(batch.group_ids, return_inverse=True)[1]
         return torch.bincount(group)[group] > 1
 
     def penalize_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Return the rewards minus the trajectories' KL: [M]; unchanged if each turn is penalized separately."""
+        """Return the rewards minus each trajectory's KL: [M]; unchanged with ``turn_discount``, see :meth:`returns`."""
         if self.turn_discount is None:
             return super().penalize_rewards(batch)
         assert batch.rewards is not None
         return batch.rewards
 
     def returns(self, batch: RolloutBatch) -> Returns:
-        """Return the values to compare in a group: rewards of trajectories or agents, or returns of turns."""
+        """Return what a group compares: rewards of trajectories or agents, or with ``turn_discount`` turns' returns."""
         if self.turn_discount is None:
             return Returns.of_trajectories(batch)
         turns = Turns.of_batch(batch)
@@ -63,7 +63,7 @@ class GroupModule(RLModule):
         return Returns.of_turns(batch, turns, self.turn_discount, self.turn_baseline)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Return rewards minus the group mean, divided by the group's standard deviation with ``scale_by_std``: [T]."""
+        """Return each token's advantage: [T], the reward minus the group's mean, divided by its deviation if scaled."""
         returns = self.returns(batch)
         advantages = group_advantages(returns.values, returns.group_ids, scale_by_std=self.scale_by_std)
         return returns.to_tokens(batch, advantages)

@@ -76,7 +76,7 @@ class REINFORCEPlusPlus(RLModule):
         return batch.rewards
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Return each token's discounted sum of rewards to go, whitened over the batch and all ranks: [T]."""
+        """Return each token's discounted return, whitened over all ranks: [T]. Every rank must call it."""
         if self.turn_discount is not None:
             turns = Turns.of_batch(batch)
             returns = turns.to_tokens(turns.discount_rewards(self.turn_discount))
@@ -118,7 +118,7 @@ class REINFORCEPlusPlusBaseline(GroupModule):
         self.policy_objective = ClippedSurrogate(clip_low=clip_low, clip_high=clip_high)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Return rewards minus the group mean, whitened over the tokens of the batch and all ranks: [T]."""
+        """Return each token's reward minus its group's mean, whitened over all ranks: [T]. Every rank must call it."""
         returns = self.returns(batch)
         centred = returns.to_tokens(batch, group_advantages(returns.values, returns.group_ids, scale_by_std=False))
         return whiten(centred, batch.is_sampled, self.all_sum)

@@ -47,26 +47,26 @@ class SFT(RLModule):
             )
 
     def read_columns(self, columns: Sequence[str]) -> list[str]:
-        """Return the column with the completions."""
+        """Return, in a list, the column besides the prompts that a resumed run must find unchanged: the completions."""
         return [self.completion_column]
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
-        """Pack each prompt with the completion of its row; M is the number of prompts."""
+        """Return a packed batch of the prompts, each with the completion from its row; nothing is sampled."""
         fire(self.trainer, self, "on_rollout_start", prompts)
         batch = self._pack(prompts)
         fire(self.trainer, self, "on_rollout_end", batch)
         return batch
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Return zeros [M]: there are no rewards."""
+        """Return zeros, one for each trajectory: [M]; there are no rewards."""
         return torch.zeros(batch.num_trajectories, dtype=torch.float32)
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Return ones [T]: all tokens have the same weight."""
+        """Return ones, one for each token: [T]; all tokens have the same weight."""
         return torch.ones(batch.num_tokens, dtype=torch.float32)
 
     def log_evaluation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
-        """Log the mean loss of a token in this rank's part of a validation batch, as ``<prefix>/<set>/loss``."""
+        """Log the mean token loss of all ranks' prompts as ``<prefix>/<set>/loss``. Every rank must call it."""
         batch = balance(self._pack(prompts), self.costs, tensor_parallel_size=self.tensor_parallel_size)
         limit = self.plan.max_tokens_per_microbatch
         logprobs = self.evaluate_logprobs(batch, self.loaded_actor, temperature=1.0, max_tokens=limit)

@@ -50,7 +50,7 @@ SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
 
 
 class ConfigKeys:
-    """Reads configuration files and options in their order, and raises an error for the first unknown key.
+    """Reads configuration files and options in their order, and raises a ConfigError for the first unknown key.
 
     Attributes:
         parameters: the command's keys.
@@ -72,7 +72,7 @@ class ConfigKeys:
         self._leaves: set[str] = set()  # the keys that the current file sets to anything but a mapping
 
     def check_options(self, options: list[str]) -> None:
-        """Check all command line options, and the files that ``--config`` names."""
+        """Raise a ConfigError for the first unknown key or class in the options and the files of ``--config``."""
         for key, value in split_options(options):
             check_texts(value, f"--{key}")
             if key in ("config", "c"):
@@ -81,11 +81,11 @@ class ConfigKeys:
                 self.check_option(key, value)
 
     def check_option(self, key: str, text: str) -> None:
-        """Check one option of the command line."""
+        """Raise a ConfigError if an option's key, or a key or class in its value, is unknown."""
         self.check_mapping({key: parse_value(text)}, self.parameters, "")
 
     def check_file(self, path: str) -> None:
-        """Check one YAML file."""
+        """Raise a ConfigError for an unknown key or class in a YAML file; append its merged content to ``files``."""
         content = spell_out(read_keys(path))
         written = deepcopy(content)
         self._is_in_file = True
@@ -95,12 +95,12 @@ class ConfigKeys:
         self.files.append(None if content == written else content)
 
     def full_key(self, key: str) -> str:
-        """Return the only key read so far that ends with ``key``; ``key`` itself if there are none or several."""
+        """Return the full key that ends with ``key``, if just one of the keys read so far does; else ``key`` itself."""
         ends = {name for name in self.seen if name == key or name.endswith("." + key)}
         return ends.pop() if len(ends) == 1 else key
 
     def check_mapping(self, values: Mapping[str, object], parameters: Parameters, where: str) -> None:
-        """Check the keys of a mapping against the parameters that they may set.
+        """Raise a ConfigError for the first key of a mapping, also nested, that ``parameters`` lack.
 
         Args:
             values: keys, dotted or nested, and their values.
@@ -130,7 +130,7 @@ class ConfigKeys:
                 self.check_value(value, hint, key)
 
     def check_value(self, value: object, hint: object, key: str) -> None:
-        """Check the class names and the nested keys in a value."""
+        """Raise a ConfigError for an unknown class or key in the value of ``key``, or a null where none is allowed."""
         options = list(flatten_union(hint))
         if any(is_mapping(option) for option in options):
             self._begin(value, options, key)
@@ -195,7 +195,7 @@ class ConfigKeys:
             self._mappings.pop(key, None)
 
     def check_spec(self, value: Mapping[str, object], bases: list[type], key: str) -> None:
-        """Check a class and its arguments, which are given under ``init_args`` or directly."""
+        """Raise a ConfigError if a mapping names an unknown class, or gives it an argument that it lacks."""
         if "class_path" in value:
             self.classes[key] = self.find_class(str(value["class_path"]), bases, f"{key}.class_path")
         chosen = self.classes.get(key, bases[0] if len(bases) == 1 else None)
@@ -221,14 +221,14 @@ class ConfigKeys:
             self.check_mapping(init_args, parameters, f"{key}.init_args")
 
     def find_class(self, path: str, bases: list[type], key: str) -> object:
-        """Return the class of a dotted path or a bare name, see :func:`find_class`."""
+        """Return the class or function of a dotted path or bare name; raise a ConfigError if there is none."""
         found = find_class(path, bases, key)
         if key.endswith(".class_path") and not isinstance(found, type):
             raise ConfigError(f"{key}: '{path}' is not a class. A function is named without class_path.")
         return found
 
     def parameters_of(self, kind: object) -> Parameters:
-        """Return the parameters of a class that :meth:`find_class` has returned."""
+        """Return the type hints, by name, of the arguments of a class; {} for a function."""
         return parameters_of(kind) if isinstance(kind, type) else {}
 
 
@@ -247,7 +247,7 @@ def check_model(keys: ConfigKeys) -> None:
 
 
 def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
-    """Return the error for a key that must be a mapping with the keys ``parameters``, but has another value."""
+    """Return the error for a key that has a value but needs nested keys, such as those in ``parameters``."""
     return ConfigError(
         f"{key}={cut_value(value)}: here stand keys, not a value. Write '{key}:', and below it lines such as "
         f"'  {next(iter(parameters))}: value'."
@@ -255,7 +255,7 @@ def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
 
 
 def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of an option's key and its value."""
+    """Yield each option's key and value, from ``--key value`` or ``--key=value``; a missing value is a ConfigError."""
     position = 0
     while position < len(options):
         option = options[position]
@@ -273,7 +273,7 @@ def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def parse_value(text: str) -> object:
-    """Parse an option's text as YAML; invalid YAML stays a text."""
+    """Return the value of an option's text, read as YAML; the text itself if it is not valid YAML."""
     if isinstance(text, WrittenText):
         return plain_texts(text)
     try:
@@ -291,7 +291,7 @@ def subclasses(base: type) -> Iterator[type]:
 
 
 def find_class(path: str, bases: list[type], key: str) -> Any:
-    """Import the class of a dotted path, or find a class by its name alone, if imported or in its base class's package.
+    """Return the class of a dotted path or, by its bare name, a subclass of ``bases``; raise a ConfigError if none.
 
     A dotted path may also name a function, which is returned.
 

@@ -64,7 +64,7 @@ SET_BY_SECTIONS = {"model", "train_dataloaders", "val_dataloaders", "dataloaders
 
 
 class Given(Protocol):
-    """The value of a key, to be checked."""
+    """An object with the value of a key, which SourceKeys stores and checks when all keys have been read."""
 
     def check(self, key: str) -> None:
         """Raise a ConfigError if the parser would reject the value."""
@@ -72,7 +72,7 @@ class Given(Protocol):
 
 @dataclass
 class GivenStrategy:
-    """The strategy that a key names."""
+    """The value of ``trainer.strategy``, and its check against the names of known strategies."""
 
     name: object
 
@@ -87,12 +87,12 @@ class GivenStrategy:
 
 @dataclass
 class GivenRewards:
-    """The reward functions that a key names: dotted paths, or mappings with a dotted path."""
+    """The value of ``model.rewards``, and its check: dotted paths of functions, or mappings with such a path."""
 
     value: object
 
     def check(self, key: str) -> None:
-        """Raise a ConfigError for a missing function of :mod:`rlightning.rewards`."""
+        """Raise a ConfigError for a dotted path into :mod:`rlightning.rewards` that names no function."""
         for reward in self.value if isinstance(self.value, list) else [self.value]:
             path = reward.get("function") if isinstance(reward, dict) else reward
             if not isinstance(path, str) or not path.startswith("rlightning.rewards."):
@@ -106,7 +106,7 @@ class GivenRewards:
 
 @dataclass
 class GivenValue:
-    """The value of a key whose type is known.
+    """The value of a key with a known type hint, and its check by jsonargparse.
 
     Attributes:
         value: value from a file, or text of an option.
@@ -134,7 +134,7 @@ class GivenValue:
 
 
 class SourceKeys(ConfigKeys):
-    """Checks keys like ConfigKeys, without imports: a class is represented by its dotted path, or None if unknown.
+    """Checks keys like ConfigKeys, but reads classes from source; a class is represented by its dotted path, or None.
 
     Attributes:
         given: the last value of each key, if it is known for sure.
@@ -148,14 +148,14 @@ class SourceKeys(ConfigKeys):
         self.has_foreign_modules = False
 
     def check_option(self, key: str, text: str) -> None:
-        """Check one option of the command line."""
+        """Raise a ConfigError if an option's key, or a key or class in its value, is unknown; store its text."""
         super().check_option(key, text)
         given = self.given.get(plain_key(key))
         if isinstance(given, GivenValue):
             given.value, given.is_option = text, True
 
     def check_mapping(self, values: Mapping[str, object], parameters: Parameters, where: str) -> None:
-        """Check the keys of a mapping, and store their values for later checks."""
+        """Raise a ConfigError for an unknown key of a mapping; store the keys' values in :attr:`given`."""
         super().check_mapping(values, parameters, where)
         for name, value in values.items():
             first = name.partition(".")[0].removesuffix("+")
@@ -171,7 +171,7 @@ class SourceKeys(ConfigKeys):
                 self.given.pop(key, None)
 
     def check_value(self, value: object, hint: object, key: str) -> None:
-        """Check the value of a key: a section's class and keys, names of classes, or null."""
+        """Raise a ConfigError for an unknown class, or an unknown key, in the value of ``key``."""
         if key not in PACKAGES:
             if hint is not None:
                 super().check_value(value, hint, key)
@@ -188,7 +188,7 @@ class SourceKeys(ConfigKeys):
             self.classes[key] = self.find_class(str(value), [], key) if is_name else None
 
     def check_classes(self, value: object, key: str) -> None:
-        """Check the class names in the value of a key of unknown type."""
+        """Raise a ConfigError for an unknown class name, at any depth, in a value whose type hint is not known."""
         place = place_of(key)
         if isinstance(value, list):
             for i, item in enumerate(value):
@@ -250,11 +250,11 @@ class SourceKeys(ConfigKeys):
             raise no_class(key, name, [known for known in names if not known.startswith("_")])
 
     def parameters_of(self, kind: object) -> Parameters:
-        """Return the parameters of a class, given by its dotted path."""
+        """Return the type hints, by name, of the arguments of the class with the dotted path ``kind``."""
         return parameters_of_source(str(kind))
 
     def check_given(self) -> None:
-        """Check the stored values; strategies are skipped if a user's module may register some."""
+        """Raise a ConfigError for a wrong stored value; strategies are skipped if a user's module may register some."""
         for key, given in self.given.items():
             if not (self.has_foreign_modules and isinstance(given, GivenStrategy)):
                 given.check(key)
@@ -274,7 +274,7 @@ def check_early(command: str, options: list[str]) -> None:
 
 
 def keys_of(command: str) -> Parameters:
-    """Return a command's sections and the keys below ``trainer``, with type hints as far as known."""
+    """Return the keys that a command's configuration may have, with their type hints; None for an unknown hint."""
     given = {k: hint for k, hint in parameters_of_source(TRAINER, command).items() if k not in SET_BY_SECTIONS}
     own = {"output": str | None} if command == "predict" else {}
     names = ["config", "environment", "print_config", *PACKAGES]
@@ -288,12 +288,12 @@ def keys_of(command: str) -> Parameters:
 
 
 def place_of(key: str) -> str:
-    """Return the key of a class without ``.class_path`` and without its index in a list."""
+    """Return a key without ``.class_path`` and list index: ``trainer.callbacks`` for ``trainer.callbacks[0]``."""
     return re.sub(r"\[\d+\]$", "", key.removesuffix(".class_path"))
 
 
 def imported_names(base: str) -> set[str]:
-    """Return the names of a class and its subclasses that have been imported."""
+    """Return the names of the class with the dotted path ``base`` and its subclasses; empty if it is not imported."""
     module, _, name = base.rpartition(".")
     kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
     return {known.__name__ for known in subclasses(kind)} if kind is not None else set()

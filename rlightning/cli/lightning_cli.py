@@ -76,7 +76,7 @@ class RLArgumentParser(LightningArgumentParser):
         return added
 
     def instantiate(self, *args: object, **kwargs: object) -> Namespace:
-        """Construct the objects of a configuration, with plain ``str`` arguments and secrets filled in."""
+        """Return a configuration with its objects constructed, and references to secrets replaced by the secrets."""
         try:
             built: Namespace = super().instantiate(*args, **kwargs)
         except ValueError as error:
@@ -109,7 +109,7 @@ class SaveRunConfig(SaveConfigCallback):
     """Path of the saved configuration until the first step may begin; None afterwards."""
 
     def setup(self, trainer: lightning.pytorch.Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the file once; a resumed run keeps the files of earlier runs."""
+        """On rank 0, write ``config.yaml``, or ``config-2.yaml`` and so on if earlier runs have left such files."""
         if self.already_saved or not trainer.is_global_zero:
             return
         self.already_saved = True
@@ -142,7 +142,7 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 class RLCLI(LightningCLI):
-    """``fit``, ``validate``, ``test`` and ``predict`` from YAML files and options."""
+    """Lightning's command line for ``fit``, ``validate``, ``test`` and ``predict``; the constructor runs it."""
 
     def __init__(self, args: list[str]) -> None:
         self.args = args
@@ -174,7 +174,10 @@ class RLCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # of which Lightning has a static one
-        """Return only the given command: constructing a parser for each is slow. ``predict`` returns nothing."""
+        """Return the command to run, with the names of those arguments of its Trainer method that are not options.
+
+        Other commands are left out: constructing a parser for each is slow.
+        """
         command = self.args[0]
         skipped = {"return_predictions"} if command == "predict" else set()
         return {command: LightningCLI.subcommands()[command] | skipped}
@@ -199,7 +202,7 @@ class RLCLI(LightningCLI):
         return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Check all keys, for better errors, then parse with jsonargparse."""
+        """Set ``self.config`` to the parsed options; before, check all keys with better errors than jsonargparse's."""
         command, options = self.args[0], mark_files(spell_out_options(self.args[1:]))
         keys = ConfigKeys(
             parameters_of(self._subcommand_parsers[command]),
@@ -218,7 +221,7 @@ class RLCLI(LightningCLI):
         """Do nothing: a checkpoint's hyperparameters are not merged into the configuration."""
 
     def before_instantiate_classes(self) -> None:
-        """Set and check values that depend on several keys, before any object is constructed."""
+        """Mask secrets, make or lock the run's folder, and find the checkpoint, before objects are constructed."""
         config = self.config[self.subcommand]
         expand_home(config)
         self.mask_secrets()
@@ -241,7 +244,7 @@ class RLCLI(LightningCLI):
             trainer["logger"] = None
 
     def take_run_folder(self, folder: Path) -> None:
-        """Lock the run's folder; raise a ConfigError if another run uses it or it is not writable."""
+        """Lock the run's folder for ``fit``; raise a ConfigError if it is not writable, or another fit uses it."""
         if self.subcommand == "fit":
             lock_run(folder)
         else:
@@ -268,7 +271,7 @@ class RLCLI(LightningCLI):
             self.model.configuration = flatten(load_keys(text))
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
-        """Construct the Trainer with the rollout callback and the command line's own callbacks."""
+        """Return the Trainer, with the rollout callback and the callbacks that the command line adds."""
         config = {**self._get(self.config_init, "trainer"), **kwargs}
         listed = as_list(config["callbacks"])
         rollout = self._get(self.config_init, "rollout")

@@ -32,7 +32,7 @@ def replace_files(options: list[str], contents: Sequence[object]) -> list[str]:
 
 
 def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
-    """Return the options, with one before them that sets each mapping in ``keys`` to an empty one."""
+    """Return the options; before the first one below each of ``keys``, one is added that sets the key to ``{}``."""
     begun = list(options)
     for key in keys:
         place = next(i for i, option in enumerate(begun) if option.lstrip("-").startswith(f"{key}."))
@@ -41,7 +41,7 @@ def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
 
 
 def mark_files(options: list[str]) -> list[str]:
-    """Return the options with each file name that YAML would read as another value as a :class:`WrittenText`."""
+    """Return the options; an existing file's name becomes a WrittenText if YAML reads it as null, list or mapping."""
 
     def is_marked(text: str) -> bool:
         try:
@@ -61,7 +61,7 @@ def mark_files(options: list[str]) -> list[str]:
 
 
 def spell_out_options(options: list[str]) -> list[str]:
-    """Expand short names of strategies in command line options."""
+    """Return command line options in which short names of strategies are replaced by their classes."""
     return list(_spell_out_each(options))
 
 

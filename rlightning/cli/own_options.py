@@ -8,7 +8,7 @@ from rlightning.errors import ConfigError
 def split_own_options(
     options: Sequence[str], defaults: Mapping[str, str], flags: Collection[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Split options into those of this command alone, and the others.
+    """Return the options in ``defaults`` and ``flags``, by name, and the list of all other options.
 
     Args:
         defaults: options with a value, with their defaults, such as ``{"--port": "8100"}``.

@@ -8,7 +8,7 @@ from rlightning.errors import did_you_mean
 
 
 def summarise(message: str, keys: ConfigKeys | None) -> str:
-    """Shorten a message of several lines to one: the key, and what is wrong with its value.
+    """Return a message of jsonargparse as one line: the key, and what is wrong with its value.
 
     Args:
         keys: the keys of this command line, to complete a key that jsonargparse shortened.

@@ -45,13 +45,13 @@ example:
 
 
 class PlanCLI(RLCLI):
-    """Parses the configuration of ``fit``, with the same errors, without constructing objects."""
+    """Parses the options of ``fit``, with the same errors, but constructs no objects and starts no run."""
 
     def _set_seed(self) -> None:
         """Do nothing: a plan is deterministic."""
 
     def before_instantiate_classes(self) -> None:
-        """Set the values that the plan needs."""
+        """Raise a ConfigError for unsupported Trainer options."""
         check_options(self.config[self.subcommand]["trainer"])
 
     def instantiate_classes(self) -> None:
@@ -79,7 +79,7 @@ def plan(options: list[str]) -> str:
 
 
 def parse_work(args: list[str]) -> Work:
-    """Return what the run that ``fit`` would start with these options computes: its models, batch and devices.
+    """Return what determines the memory of the run that ``fit`` would start: models, batch sizes, and devices.
 
     Raises:
         ConfigError: as for ``fit``, if it can be detected without constructing objects.
@@ -128,7 +128,7 @@ def parse_work(args: list[str]) -> Work:
 
 
 def read_roles(kind: type, model: Arguments) -> Iterator[RoleMemory]:
-    """Yield the memory of models other than the actor; if ``configure_roles`` is overridden, one of unknown size."""
+    """Yield the memory of each model besides the actor; one of unknown size if ``configure_roles`` is overridden."""
     if model.get("kl_coef"):
         reference = model.get("reference_model") or model["model"]
         config = load_config(reference, trust_remote_code=bool(model.get("trust_remote_code")))
@@ -140,7 +140,7 @@ def read_roles(kind: type, model: Arguments) -> Iterator[RoleMemory]:
 
 
 def read_adapter(model: Arguments, config: PreTrainedConfig) -> LoRA | None:
-    """Return the adapter of the actor; None if its own weights are trained."""
+    """Return the actor's LoRA adapter, as configured; None if the actor's own weights are trained."""
     prefix = "adapter."
     given = {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
     return resolve_adapter(Adapter(**given), model["model"], config) if given else None
@@ -158,12 +158,12 @@ def read_batch(model: Arguments) -> BatchPlan:
 
 
 def arguments(section: Namespace | None) -> Arguments:
-    """Return the arguments of the class in a section."""
+    """Return a section's ``init_args``, the arguments of its class, by name; {} without a section."""
     return {} if section is None else dict((section.get("init_args") or {}).items())
 
 
 def find_callbacks(config: Namespace) -> list[tuple[type, Arguments]]:
-    """Return the classes of the configured callbacks, the rollout callback included, and their arguments."""
+    """Return the class and the arguments of each configured callback, the rollout callback included."""
     sections = [*as_list(config["trainer"]["callbacks"]), *as_list(config["rollout"])]
     return [(find_class(one["class_path"], [], "trainer.callbacks"), arguments(one)) for one in sections]
 

@@ -39,7 +39,7 @@ COMMAND = "predict"
 
 
 class RolloutCLI(RLCLI):
-    """Parses the configuration of ``predict``, with the same errors, and rolls out a few prompts on one device."""
+    """Runs ``rlightning rollout`` when it is constructed, with the keys and errors of ``predict``, on one device."""
 
     def __init__(self, own: RolloutOptions, options: list[str]) -> None:
         self.own = own
@@ -164,7 +164,7 @@ class RolloutCLI(RLCLI):
         return key
 
     def show(self, trajectories: Sequence[Trajectory]) -> None:
-        """Score and print the trajectories of a prompt."""
+        """Compute rewards for the trajectories of a prompt, print them, and keep them for :meth:`finish`."""
         scored = score_groups(self.model, [trajectories])
         self.scored += scored
         for one in scored:
@@ -173,7 +173,7 @@ class RolloutCLI(RLCLI):
         sys.stdout.flush()
 
     def finish(self) -> None:
-        """End the module's worker processes.
+        """End the module's worker processes; then raise an error if a trajectory or its reward function failed.
 
         Raises:
             EnvironmentFailedError: trajectories failed, or have no reward because a reward function failed.
@@ -248,7 +248,7 @@ def _number(value: float) -> float | None:
 
 
 def check_scored(scored: Sequence[ScoredTrajectory]) -> None:
-    """Raise an EnvironmentFailedError with the first failure of a trajectory, if there is one."""
+    """Raise an EnvironmentFailedError if a trajectory would not be trained on, or its reward function failed."""
     lost = [one.trajectory for one in scored if not one.is_sampled]
     unrewarded = [one.trajectory for one in scored if one.has_failed_reward]
     if lost:

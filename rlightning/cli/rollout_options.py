@@ -11,7 +11,7 @@ FLAGS = ("--json",)
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """The parsed options.
+    """The parsed options of ``rlightning rollout`` that are not keys of the configuration.
 
     Attributes:
         num_trajectories: total number of trajectories.
@@ -31,7 +31,7 @@ class RolloutOptions:
 
 
 def read_options(options: list[str]) -> tuple[RolloutOptions, list[str]]:
-    """Return the options of this command alone, and the remaining ones.
+    """Return the options that only ``rlightning rollout`` has, parsed, and the list of all other options.
 
     Raises:
         ConfigError: an option of this command has an invalid value.

@@ -38,7 +38,7 @@ def serve(options: list[str]) -> None:
 
 
 def split_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split options into those of this command and the others.
+    """Return the options that only ``rlightning serve`` has, by name, and the list of all other options.
 
     Raises:
         ConfigError: an option of this command has an invalid value.

@@ -22,7 +22,7 @@ from rlightning.trainer import find_callback
 
 
 class ServeCLI(RLCLI):
-    """Parses the configuration of ``fit``, with the same errors, and constructs what an engine depends on."""
+    """Parses the configuration of ``fit``, with the same errors, and derives the engine's configuration from it."""
 
     def _set_seed(self) -> None:
         """Do nothing: the engine has its own random state."""
@@ -53,7 +53,7 @@ class ServeCLI(RLCLI):
         """Do nothing: no command of Lightning is run."""
 
     def configure_engine(self, name: str) -> EngineConfig:
-        """Return the configuration of the engine; ``name`` is the name of its log."""
+        """Return the engine's configuration, with ``<name>.log`` in the run's folder as its log file."""
         trainer, module, options = self._get(self.config_init, "trainer"), self.module, self.rollout.options
         options.check()
         if self.max_prompt_tokens is not None and hasattr(module, "plan"):
@@ -70,7 +70,7 @@ class ServeCLI(RLCLI):
 
 
 def serve_at(host: str, port: int, options: list[str]) -> None:
-    """Start an engine and serve trainers until Ctrl-C.
+    """Start the engine of a configuration, and serve trainers that connect to ``host:port``, until Ctrl-C.
 
     Args:
         port: port on which to listen; 0 for any free port.

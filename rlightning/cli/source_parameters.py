@@ -47,7 +47,7 @@ def parameters_of_source(path: str, method: str = "__init__") -> Parameters:
 
 
 def find_source(path: str) -> tuple[str, ast.ClassDef]:
-    """Return the module and the definition of a class, also if ``path`` is an import of the class.
+    """Return the module that defines a class, and the class's syntax tree; ``path`` may be an import of the class.
 
     Raises:
         LookupError: the class is not found.
@@ -69,7 +69,7 @@ def find_missing_module(module: str) -> str | None:
 
 
 def has_name(module: str, name: str) -> bool:
-    """Return whether a module may have a name, by assignment, import, or lazy import.
+    """Return whether a module may have a name, by assignment, import, or lazy import, or as a submodule.
 
     Raises:
         LookupError: the source is not found.
@@ -82,7 +82,7 @@ def has_name(module: str, name: str) -> bool:
 
 
 def class_names(module: str) -> set[str]:
-    """Return the names that a module exports, and the names of its possible classes."""
+    """Return the names in a module that may be classes: defined classes, imported names, and ``__all__``."""
     found = {name for name, nodes in _bindings(module).items() if isinstance(nodes[0], ast.ClassDef | ast.ImportFrom)}
     match _bindings(module).get("__all__"):
         case [ast.Assign(value=exported)]:
@@ -92,7 +92,7 @@ def class_names(module: str) -> set[str]:
 
 @cache
 def subclass_names(base: str) -> frozenset[str]:
-    """Return the names of a class and its subclasses in this package and Lightning."""
+    """Return the class name ``base`` and the names of its subclasses in this package's and Lightning's source."""
     derived: dict[str, set[str]] = {}
     for package in ("rlightning", "rlightning.callbacks", "lightning.pytorch"):  # the second is a link
         for file in (file for folder in find_folders(package) for file in folder.rglob("*.py")):
@@ -106,7 +106,7 @@ def subclass_names(base: str) -> frozenset[str]:
 
 
 def find_folders(package: str) -> list[Path]:
-    """Return the folders of a package; empty for a module that is not a package."""
+    """Return the folders where a package's modules would be, existing or not; empty if its first part is no package."""
     first, *rest = package.split(".")
     spec = find_spec(first) if first else None
     return [Path(folder, *rest) for folder in (spec and spec.submodule_search_locations) or []]

@@ -32,7 +32,7 @@ _NEAR = 0.85  # difflib ratio from which a name counts as misspelled
 
 
 class CheckedArguments:
-    """Base of classes whose arguments are checked before ``__init__`` runs."""
+    """Base of classes that raise a ConfigError for wrong names or types of arguments, before ``__init__`` runs."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Raise a ConfigError for an argument with an unknown name or a wrong type."""
@@ -44,7 +44,7 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def checked(kind: Kind) -> Kind:
-    """Class decorator with which a dataclass checks its arguments, without :class:`CheckedArguments` as a base.
+    """Class decorator that makes a dataclass check its arguments as :class:`CheckedArguments` does.
 
     jsonargparse treats only classes without other bases as dataclasses.
     """
@@ -60,7 +60,7 @@ def checked(kind: Kind) -> Kind:
 
 
 def check_arguments(kind: type, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    """Check that a class accepts these arguments; missing arguments are left to Python.
+    """Raise a ConfigError if a class does not accept these arguments; missing arguments are left to Python.
 
     Args:
         kind: the class.
@@ -108,7 +108,7 @@ def hints_of(kind: type) -> dict[str, object] | None:
 
 
 def parameters_of(source: type | ArgumentParser) -> Parameters:
-    """Return the parameters of a class's ``__init__`` with type hints, including those passed on by ``**kwargs``."""
+    """Return the type hints, by name, of a class's arguments, also those passed by ``**kwargs``, or of a parser's."""
     return _parameters_of_parser(source) if isinstance(source, ArgumentParser) else _parameters_of_class(source)
 
 
@@ -134,7 +134,7 @@ def _parameters_of_parser(parser: ArgumentParser) -> Parameters:
 
 
 def positional_names(kind: type) -> list[str]:
-    """Return the names of a class's positional arguments; ``*args`` stands for those of its base class."""
+    """Return the names of a class's positional arguments, in order; those of its bases follow if it has ``*args``."""
     names: list[str] = []
     for init in _inits(kind):
         names += [name for name in _own_positional_names(init) if name not in names]
@@ -156,7 +156,7 @@ def is_taken_otherwise(kind: type, name: str) -> bool:
 
 
 def check_value(kind: str, name: str, value: object, hint: object) -> None:
-    """Check the type of an argument's value. Numbers are not converted: neither 4.0 nor "4" is an int.
+    """Raise a ConfigError if an argument's value is not of its type; neither 4.0 nor "4" is an int.
 
     Args:
         kind: the name of the class.

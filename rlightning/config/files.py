@@ -91,7 +91,7 @@ def use_strict_yaml() -> None:
 
 
 def load_yaml(text: str) -> object:
-    """Read YAML 1.2: ``yes`` and ``1:30`` are texts. Keys are converted to texts; duplicate keys are errors."""
+    """Return the value of a YAML 1.2 text: ``yes`` and ``1:30`` are texts, keys become texts and must be unique."""
     use_strict_yaml()
     try:
         return plain_texts(_load(text))
@@ -100,14 +100,14 @@ def load_yaml(text: str) -> object:
 
 
 def load_keys(text: str) -> dict[str, object]:
-    """Read YAML that contains a mapping, such as a mapping written by :func:`dump_yaml`."""
+    """Return the mapping that a YAML text contains, such as one written by :func:`dump_yaml`."""
     loaded = load_yaml(text)
     assert isinstance(loaded, dict)
     return loaded
 
 
 def dump_yaml(content: object) -> str:
-    """Write YAML in which both YAML 1.1 and 1.2 read every text as a text."""
+    """Return ``content`` as a YAML text; texts are quoted if YAML 1.1 or 1.2 would read them as other values."""
     return yaml.dump(content, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
@@ -166,7 +166,7 @@ def check_texts(value: object, where: str) -> None:
 
 
 def read_keys(path: str, key: str = "config") -> dict[str, object]:
-    """Return the content of a configuration file, which must be a mapping; see :func:`read_config`."""
+    """Return the mapping in a configuration file; raise a ConfigError if it cannot be read, or has other content."""
     loaded = read_config(path, key)
     if not isinstance(loaded, dict):
         raise ConfigError(f"--{key} {path}: {NO_KEYS}")
@@ -174,7 +174,7 @@ def read_keys(path: str, key: str = "config") -> dict[str, object]:
 
 
 def merge_mappings(earlier: Mapping[str, object], later: Mapping[str, object]) -> dict[str, object]:
-    """Merge nested mappings, the later over the earlier; if the class changes, the earlier arguments are dropped."""
+    """Return nested mappings merged, the later over the earlier; one with a ``class_path`` replaces the earlier one."""
     merged = dict(earlier)
     for name, value in later.items():
         before = merged.get(name)
@@ -185,7 +185,7 @@ def merge_mappings(earlier: Mapping[str, object], later: Mapping[str, object]) -
 
 
 def nest_names(values: dict[str, object], key: str) -> None:
-    """Replace ``a.b: x`` by ``a: {b: x}``, in place.
+    """Replace a mapping's dotted keys, such as ``a.b: x``, by nested ones, ``a: {b: x}``, in place.
 
     Args:
         values: a mapping of a file whose values are mappings.

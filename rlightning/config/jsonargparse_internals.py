@@ -9,7 +9,7 @@ __all__ = ["get_yaml_default_loader", "hint_of", "keep_text", "parser_actions"]
 
 
 def parser_actions(parser: ArgumentParser) -> Sequence[Action]:
-    """Return a parser's arguments, in order."""
+    """Return the argparse actions of a parser's arguments, in order."""
     return parser._actions
 
 

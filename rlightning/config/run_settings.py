@@ -11,7 +11,7 @@ OF_ONE_COMMAND = ("config", "ckpt_path")
 
 
 def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested settings by dotted key, as on the command line: without ``init_args``, list items by index."""
+    """Return nested settings as one mapping with dotted keys, without ``init_args``; list items get their index."""
     flat: dict[str, object] = {}
     for name, value in settings.items():
         key = prefix if name == "init_args" else f"{prefix}.{name}" if prefix else str(name)

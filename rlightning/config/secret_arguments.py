@@ -85,12 +85,12 @@ def mask_secrets(config: T) -> tuple[T, dict[str, str]]:
 
 
 def hide_secrets(variables: Mapping[str, str]) -> None:
-    """From now on, write references in place of these secrets in messages and hyperparameters."""
+    """Register secrets, so that messages and hyperparameters contain references in their place from now on."""
     hide({value: f"${{ENV:{name}}}" for name, value in variables.items()})
 
 
 def conceal(values: Values) -> Values:
-    """Return a copy of a mapping with references in place of known secrets in all texts in it.
+    """Return a copy of a mapping in which known secrets, in texts at any depth, are replaced by references.
 
     Args:
         values: texts, or mappings, lists, tuples and dataclasses of texts. Dataclasses become mappings, which a
@@ -112,7 +112,7 @@ def _conceal(value: object) -> object:
 
 
 def check_references(config: object, known: Mapping[str, str]) -> None:
-    """Raise an error if a configuration refers to a variable that is neither set nor known.
+    """Raise a ConfigError if a configuration refers to a variable that is neither set nor in ``known``.
 
     Args:
         config: mappings, namespaces and lists.

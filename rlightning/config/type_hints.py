@@ -37,7 +37,7 @@ def takes_text(hint: object) -> bool:
 
 
 def is_text(hint: object) -> bool:
-    """Return whether a type hint (no union) is a string, a path or a literal."""
+    """Return whether a type hint, not a union, is a string, path or enum type, or a Literal with a string."""
     if get_origin(hint) is Literal:
         return any(isinstance(word, str) for word in get_args(hint))
     return inspect.isclass(hint) and issubclass(hint, str | os.PathLike | Enum)
@@ -79,5 +79,5 @@ def item_hints(hint: object) -> list[object]:
 
 
 def takes_null(options: Iterable[object]) -> bool:
-    """Return whether one of a type hint's alternatives is None or unknown."""
+    """Return whether a value may be None: if one of its type hint's alternatives is None, Any, object, or missing."""
     return any(option in (None, type(None), Any, object, inspect.Parameter.empty) for option in options)

@@ -95,7 +95,7 @@ def join_cluster(address: str | None, options: Mapping[str, object]) -> bool:
 
 
 def check_own_node() -> None:
-    """Raise a ClusterLostError if the raylet of this process's own cluster has ended, which causes other errors."""
+    """Raise a ClusterLostError if the raylet of the Ray cluster that this process started has ended."""
     ray = import_ray()
     node = _own_nodes.get(ray.get_runtime_context().get_session_name()) if ray.is_initialized() else None
     if node is not None and node.has_ended:
@@ -115,7 +115,7 @@ def _make_session_folder() -> str:
 
 
 def release_sigterm(handler: Callable[[int, FrameType | None], object] | int | None) -> None:
-    """Install ``handler`` for SIGTERM in place of Ray's, which would exit immediately with code 15.
+    """If Ray handles SIGTERM, install ``handler`` instead; Ray's would exit immediately with code 15.
 
     Lightning calls existing handlers after its own, so that Ray's would end a fit before its last state is saved.
     """
@@ -187,7 +187,7 @@ class Resources:
         )
 
     def settle(self, num_workers: int | None, accelerator: str) -> "tuple[int, dict[str, float]]":
-        """Return the number of workers, by default one for each GPU of the cluster, and each worker's resources.
+        """Return the number of workers, by default one for each GPU, and the CPUs and GPUs of each, by Ray's names.
 
         Raises:
             ConfigError: if the cluster has fewer GPUs or cores.

@@ -66,12 +66,12 @@ class CommandFeed:
         self._batch: object = None
 
     def begin_fit(self) -> None:
-        """Execute the commands before training, up to and including the one that starts it."""
+        """Wait for the command that starts training, and execute other commands until it arrives."""
         self.is_over = False
         self.num_batches = self._serve_until(StartTraining).num_batches
 
     def begin_epoch(self) -> bool:
-        """Execute commands until one starts an epoch or resumes it; return False if the fit ends."""
+        """Execute commands until an epoch starts or continues, and return True; return False if the fit ends."""
         self._rest_between_epochs()
         command = self.queue.peek()
         if isinstance(command, StartEpoch | End):
@@ -87,7 +87,7 @@ class CommandFeed:
         self.queue.answer(None)
 
     def await_batch(self) -> Train | None:
-        """Execute commands until the next training step; return None at the end of the epoch."""
+        """Execute commands until the next training step, and return its command; None at the end of the epoch."""
         while not isinstance(command := self.queue.take(), Train | EndEpoch):
             self._serve(command)
         if isinstance(command, EndEpoch):
@@ -96,7 +96,7 @@ class CommandFeed:
         return command
 
     def end_epoch(self) -> None:
-        """Report the end of the epoch after all hooks, and execute the commands of the controller's last callbacks."""
+        """Send the epoch's result to the controller, then execute commands until the next epoch or the fit's end."""
         self.answer_step()
         self._rest_between_epochs()
 
@@ -106,7 +106,7 @@ class CommandFeed:
             yield self.take_batch()
 
     def take_batch(self) -> object:
-        """Return this rank's share of the step's batch; None if it was already returned."""
+        """Return this rank's share of the current step's batch; None if it has already been returned."""
         batch, self._batch = self._batch, None
         return batch
 
@@ -116,17 +116,17 @@ class CommandFeed:
         self.queue.answer(self._step_result())
 
     def await_evaluation(self) -> int:
-        """Wait for the start of a validation, a test, or a prediction; return the number of its sets."""
+        """Execute commands until a validation, test or prediction starts; return the number of its sets."""
         self.begin_evaluation(self._serve_until(Evaluate))
         return self.num_loaders
 
     def begin_evaluation(self, command: Evaluate) -> None:
-        """Provide the batches of an evaluation, instead of training batches, from now on."""
+        """Answer the command that starts an evaluation, whose batches are provided from now on."""
         self.num_loaders, self._is_evaluating = command.num_loaders, True
         self.queue.answer(None)
 
     def evaluation_batches(self, loader: int) -> Iterator[object]:
-        """Yield this rank's shares of the batches of one set. The caller answers the command that ends the set."""
+        """Yield this rank's share of each batch of the set with index ``loader``, and answer the batch's command."""
         while self._is_evaluating:
             command = self.queue.peek()
             if isinstance(command, EvaluateBatch) and command.loader != loader:
@@ -198,7 +198,7 @@ class WorkerData(LightningDataModule):
         return getattr(self.configured, name)
 
     def take(self, num_prompts: int) -> object:
-        """Request prompts of the training set for this rank; every rank must request the same number."""
+        """Request training prompts for this rank, and wait for them. Every rank must request the same number."""
         self.feed.queue.record(PromptRequest(num_prompts))
         return self.feed.queue.await_prompts()
 
@@ -212,7 +212,7 @@ class WorkerData(LightningDataModule):
         return FeedLoader(self.feed.training_batches)
 
     def val_dataloader(self) -> list[FeedLoader]:
-        """Return a loader for each set of the evaluation."""
+        """Return a loader for each set of the evaluation; outside of a fit, wait for the evaluation's start first."""
         if self.trainer is not None and self.trainer.state.fn != "fit":
             self.feed.await_evaluation()
         return [FeedLoader(partial(self.feed.evaluation_batches, number)) for number in range(self.feed.num_loaders)]

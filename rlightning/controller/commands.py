@@ -24,11 +24,14 @@ from rlightning.protocols import StateDict
 
 
 class WorkerError(RuntimeError):
-    """An exception in a worker; the message has the rank and the traceback."""
+    """Raised in the controller for an exception in a worker; the message has the rank and the traceback."""
 
 
 class ForeseenWorkerError(RunError, WorkerError):
-    """A worker raised one of this package's errors: the message is its line, the details are the traceback."""
+    """Raised in the controller if a worker raised one of this package's errors, other than a ConfigError.
+
+    The message is the error's own in one line; the details are the traceback.
+    """
 
 
 class WorkerDiedError(RunError, RuntimeError):
@@ -45,7 +48,7 @@ R = TypeVar("R", covariant=True)
 
 
 class Command(Generic[R]):
-    """A command of the controller to a worker; the worker's result has the type ``R``."""
+    """Base of the commands that a controller sends to a worker; ``R`` is the type of the result."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class EndEpoch(Command["StepResult"]):
 
 @dataclass(frozen=True)
 class Evaluate(Command[None]):
-    """Start a validation, a test or a prediction over ``num_loaders`` sets."""
+    """Start a validation, a test or a prediction over ``num_loaders`` sets; batches follow as other commands."""
 
     num_loaders: int
     is_sanity_check: bool = False
@@ -136,7 +139,7 @@ BetweenBatches = Load | Save | Call
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a training step, or of an epoch's end."""
+    """What a worker returns for a training step or an epoch's end: logged metrics, and the number of steps."""
 
     metrics: dict[str, float]
     in_logger: frozenset[str]
@@ -169,16 +172,17 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Completed:
-    """The last entry of a command that has been executed, with its result."""
+    """The last entry of a command, with its result: the worker has executed it."""
 
     result: Any
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker's run has ended with an exception.
+    """The last entry of a command whose worker's fit has ended with an exception.
 
     Attributes:
+        rank: the worker's global rank.
         summary: type and message, in one line.
         traceback: as Python prints it.
         exit_code: exit code of a foreseen error, for which the summary suffices; None for any other error.
@@ -196,7 +200,7 @@ Entry = FiredHook | PromptRequest | StopRequest | Completed | Failed
 
 
 class CommandQueue:
-    """The commands of one worker: the controller's calls add and read them in threads; the fit executes them."""
+    """A worker's commands and their entries: controller calls add and read them in threads, the fit executes them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -223,7 +227,7 @@ class CommandQueue:
             self._changed.notify_all()
 
     def collect(self, number: int, seen: int) -> list[Entry]:
-        """Return a command's entries after the first ``seen``; wait until there is one.
+        """Wait until a command has more than ``seen`` entries, and return those after the first ``seen``.
 
         A command's last entry is :class:`Completed` or :class:`Failed`.
         """
@@ -238,7 +242,7 @@ class CommandQueue:
             self._entries.pop(number, None)
 
     def supply(self, number: int, prompts: object) -> None:
-        """Answer the fit's prompt request with this ``number``; a second answer is ignored."""
+        """Give the fit the prompts of its request ``number``, counted from 0; if it has them, do nothing."""
         with self._changed:
             if number == self._num_supplies:
                 self._num_supplies += 1
@@ -268,19 +272,19 @@ class CommandQueue:
             return command
 
     def record(self, entry: Entry) -> None:
-        """Add an entry to the current command; without a current command the entry is dropped."""
+        """Add an entry, which :meth:`collect` returns, to the current command; without a current command, drop it."""
         with self._changed:
             if self._current in self._entries:
                 self._entries[self._current].append(entry)
                 self._changed.notify_all()
 
     def answer(self, result: object) -> None:
-        """Set the result of the current command, which ends it."""
+        """End the current command: its last entry is ``Completed``, with this result."""
         self.record(Completed(result))
         self._current = None
 
     def fail(self, failure: Failed) -> None:
-        """Answer all commands, including future ones, with a failure."""
+        """End all commands, including future ones, with this failure."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
@@ -293,7 +297,7 @@ class CommandQueue:
 
 
 def raise_failure(failure: Failed) -> NoReturn:
-    """Raise the error of a worker in the controller."""
+    """Raise the exception of a worker in the controller: a ConfigError, ForeseenWorkerError or WorkerError."""
     if failure.exit_code == ConfigError.exit_code:
         raise ConfigError(failure.summary)
     if failure.exit_code is not None:
