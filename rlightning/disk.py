@@ -15,7 +15,7 @@ TORCH_FAILURES = ("inline_container", "PytorchStreamWriter", "iostream error", "
 
 
 class BestEffort:
-    """Writes files that the run can do without: a persistent failure is logged once, and the run continues.
+    """Guards the writing of files that a run can do without: disk errors are logged once, and the run continues.
 
     Args:
         what: the files' name in the plural, at the beginning of a log line.
@@ -31,7 +31,7 @@ class BestEffort:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Context manager in which a disk error is logged, and only ends the context."""
+        """Context manager that suppresses disk errors, and logs the first of a series; other errors are raised."""
         try:
             yield
         except Exception as error:
@@ -48,7 +48,7 @@ class BestEffort:
                 )
 
     def settle(self) -> None:
-        """Log that writing works again if an earlier attempt failed, and none has since the last call."""
+        """End a round of attempts: if all succeeded after failures in earlier rounds, log that writing works again."""
         if self._is_failing and not self.has_failed:
             self._is_failing = False
             log.info("%s are written again.", self.what)
@@ -56,7 +56,7 @@ class BestEffort:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Context manager for all files that a callback writes at a time: :meth:`attempt`, then :meth:`settle`."""
+        """Context manager for one round of writing, in which disk errors are logged and suppressed."""
         with self.attempt():
             yield
         self.settle()

@@ -48,7 +48,7 @@ def import_object(path: object, what: str, package: str = "my_package") -> objec
 
 
 def describe_import_error(error: Exception) -> str:
-    """Return in one line what the import of a module raised, and the line of a module at which it was raised."""
+    """Return an import's exception as one line of text, with the file and line of the module that raised it."""
     modules = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
     if isinstance(error, ImportError | SyntaxError) or not modules:  # these two name the module or the line themselves
         return describe_error(error)

@@ -43,7 +43,7 @@ class DriverContext:
 
     @classmethod
     def here(cls, names: Sequence[str], *, starts_cluster: bool = False) -> "DriverContext":
-        """Return the context of this process.
+        """Return the working directory, import paths and environment variables of this process, the controller.
 
         Args:
             names: names of the environment variables that actors need.
@@ -59,17 +59,17 @@ class DriverContext:
 
     @property
     def actor_options(self) -> dict[str, object]:
-        """Return the options of a Ray actor that set the environment variables."""
+        """Arguments of Ray's ``.options()`` that set :attr:`variables` in an actor's environment; {} without any."""
         return {"runtime_env": {"env_vars": dict(self.variables)}} if self.variables else {}
 
     def enter(self) -> None:
-        """Set the controller's folder and paths in this actor's process; a folder missing on this host is skipped."""
+        """Append the controller's import paths to ``sys.path``, and enter its working directory if this host has it."""
         sys.path += [path for path in self.import_paths if path not in sys.path]
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
 
     def describe_differences(self) -> list[str]:
-        """Return a sentence for each remaining difference between this actor's process and the controller's."""
+        """Return sentences on how this process's folder and environment variables differ from the controller's."""
         sentences, host = [], socket.gethostname()
         if os.getcwd() != self.folder:
             sentences.append(

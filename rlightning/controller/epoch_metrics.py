@@ -41,7 +41,10 @@ class EpochMetric:
 
 
 def take_epoch_metrics(results: Results) -> list[EpochMetric]:
-    """Remove the epoch's metrics from a worker's results and return them; for a torchmetrics metric its step value."""
+    """Return this worker's metrics with ``on_epoch=True`` since the last call, and reset them in Lightning's results.
+
+    A torchmetrics metric is represented by its computed value.
+    """
     taken = []
     for _, result in results.valid_items():
         meta = result.meta
@@ -76,7 +79,7 @@ def find_reduction(meta: MetricMetadata) -> Reduction:
 
 
 def log_epoch_metrics(module: LightningModule, by_rank: Sequence[Sequence[EpochMetric]]) -> None:
-    """Log in the controller the metrics of :func:`take_epoch_metrics` from one step of each rank."""
+    """Log in the controller one step's metrics with ``on_epoch=True``: reduced over ranks if synced, else rank 0's."""
     named = [{metric.name: metric for metric in taken} for taken in by_rank]
     for name in dict.fromkeys(name for taken in named for name in taken):
         parts = [taken[name] for taken in named if name in taken]
@@ -96,7 +99,7 @@ def log_epoch_metrics(module: LightningModule, by_rank: Sequence[Sequence[EpochM
 
 
 def merge(parts: Sequence[EpochMetric]) -> EpochMetric:
-    """Combine several ranks' contributions to one metric."""
+    """Return one metric for all ranks: the sum, maximum, minimum, or mean weighted by batch size of their values."""
     values, sizes = [part.value for part in parts], [part.batch_size for part in parts]
     first = parts[0]
     if first.reduction == "sum":

@@ -44,7 +44,7 @@ ACTOR_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_s
 
 @dataclass(frozen=True)
 class BatchPart:
-    """One rank's part of a :class:`~rlightning.types.RolloutBatch`, in the form that is sent to a controller.
+    """One rank's :class:`~rlightning.types.RolloutBatch` as sent to the controller: sizes, and handles to its tensors.
 
     Attributes:
         tensors: the batch without its lists, with handles in place of tensors; None on a rank that stores nothing.
@@ -61,7 +61,7 @@ class BatchPart:
 
     @classmethod
     def of(cls, batch: RolloutBatch, hook: str, *, is_head: bool) -> Self:
-        """Store a batch and return its part; of ranks with equal batches, only one stores it, by the storing policy."""
+        """Store a rank's batch; return its sizes and handles, or no handles if another rank stores an equal batch."""
         tensors, lists = split_lists(batch)
         pickled = torch.frombuffer(bytearray(pickle.dumps(lists, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
         store = store_tensors if hook in GLOBAL_GROUPS else store_own_tensors
@@ -72,7 +72,7 @@ class BatchPart:
 
 
 class RemoteBatch:
-    """A batch whose parts are on the workers; it is fetched when an attribute other than its sizes is accessed.
+    """The batch of all ranks, whose tensors stay on the workers until an attribute other than its sizes is accessed.
 
     Its attributes are those of a :class:`~rlightning.types.RolloutBatch` of all ranks, in the order of ranks.
 
@@ -121,7 +121,7 @@ class RemoteBatch:
 
 
 class HookRelay(Checkpoint):
-    """A worker's callback that records hooks for the controller's callbacks, and answers the end of an epoch.
+    """A worker's callback that sends RL hooks, and the metrics at the end of an epoch, to the controller.
 
     It derives from Checkpoint because Lightning calls such callbacks last, at the end of an epoch even after the
     module.
@@ -145,7 +145,10 @@ class HookRelay(Checkpoint):
         self._sent = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Answer with the epoch's metrics; called after the module's hook, before Lightning resets them."""
+        """Send the epoch's metrics to the controller, then execute its commands until an epoch starts or the fit ends.
+
+        Called after the module's hook, before Lightning resets the metrics.
+        """
         self.feed.end_epoch()
 
     def on_predict_batch_end(
@@ -157,7 +160,7 @@ class HookRelay(Checkpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Replace the step's result by handles to its tensors, so that the controller uses no device."""
+        """Store the tensors of the step's predictions, and set handles to them as the answer to the controller."""
         self.feed.outputs = store_own_tensors(outputs, label="predict_step")
 
     def _relay(self, hook: str, trainer: Trainer, module: LightningModule, *arguments: object) -> None:
@@ -182,7 +185,7 @@ def wanted_hooks(callbacks: Sequence[Callback]) -> frozenset[str]:
 
 
 def warn_of_unrelayed(callbacks: Iterable[Callback]) -> None:
-    """Warn about overridden hooks of the controller's callbacks that are never called there."""
+    """Log a warning for each hook that a controller's callback overrides although only workers call it."""
     for callback in callbacks:
         for hook in ACTOR_HOOKS:
             if is_overridden(hook, callback, Callback):
@@ -195,9 +198,10 @@ def warn_of_unrelayed(callbacks: Iterable[Callback]) -> None:
 
 
 class Relay:
-    """Combines the ranks' hooks: a hook is called when all ranks have sent it, in the order of rank 0.
+    """Calls an RL hook on the controller's callbacks once all ranks have sent it, with the ranks' arguments combined.
 
-    With a single rank, hooks are called immediately.
+    The hooks are called in the order of rank 0; with a single rank immediately. Those in ``RANK_HOOKS`` are called for
+    each rank that sends them.
     """
 
     def __init__(self, num_ranks: int, fire_one: Callable[[FiredHook, Sequence[object]], None]) -> None:
@@ -206,7 +210,7 @@ class Relay:
         self._fire = fire_one
 
     def add(self, rank: int, fired: FiredHook) -> None:
-        """Add a rank's hook, and call the hooks that all ranks have sent."""
+        """Add a hook that a rank has sent; call it, and hooks that wait, if all ranks have sent them by now."""
         if fired.hook in RANK_HOOKS:
             self._fire(fired, fired.arguments)
         elif rank == 0:
@@ -217,7 +221,7 @@ class Relay:
             self._fire_next()
 
     def flush(self) -> None:
-        """Call the hooks that only some ranks have sent, such as those of an engine of one rank."""
+        """Call the hooks that rank 0 has sent and other ranks have not, such as those of an engine of one rank."""
         while self._order:
             self._fire_next()
 
@@ -230,7 +234,7 @@ class Relay:
 
 
 def merge(values: Sequence[object], hook: str) -> object:
-    """Combine the ranks' values of one argument of a hook."""
+    """Return one argument of a hook for all ranks: a :class:`RemoteBatch`, concatenated lists, or rank 0's value."""
     if parts := [value for value in values if isinstance(value, BatchPart)]:
         return RemoteBatch(parts, has_global_groups=hook in GLOBAL_GROUPS)
     if lists := [value for value in values if isinstance(value, list)]:

@@ -20,7 +20,11 @@ class RayBlock(Block):
 
     @classmethod
     def read_all(cls, blocks: Sequence[Self]) -> list[Sequence[Bytes]]:
-        """Return the bytes of blocks, read-only in this node's shared memory, by one request to Ray."""
+        """Wait for each block's arrays of bytes, and return them, read-only in this node's shared memory.
+
+        Raises:
+            TensorLostError: a process that stored one of the blocks has ended.
+        """
         try:
             found: list[Sequence[Bytes]] = ray.get([block._ref for block in blocks])
         except ray.exceptions.ObjectLostError as error:

@@ -49,7 +49,7 @@ DEVICE_CALLBACKS = (ModelSummary,)
 
 @runtime_checkable
 class RowlessData(Protocol):
-    """A data module that provides a copy without rows for the workers."""
+    """A data module with ``without_rows()``, by which the controller gets a copy without prompts to send to workers."""
 
     def without_rows(self) -> LightningDataModule:
         """Return a copy without rows; workers receive their prompts from the controller by commands."""
@@ -74,7 +74,7 @@ class ActorEngines(Protocol):
     def start(
         self, module: LightningModule, max_prompt_tokens: int | None, folder: Path, driver: DriverContext
     ) -> Callback:
-        """Start the engines unless they run; return a copy of the callback with their addresses."""
+        """Start the engines if they do not run; return a copy of the rollout callback with the engines' addresses."""
 
     def close(self) -> None:
         """End the engines."""
@@ -82,7 +82,7 @@ class ActorEngines(Protocol):
 
 @runtime_checkable
 class EngineCallback(Protocol):
-    """A callback that may run its engines in Ray actors."""
+    """A rollout callback with ``ray_engines()``, which returns its engines if they are to run in Ray actors."""
 
     def ray_engines(self) -> ActorEngines | None:
         """Return the engines in Ray actors; None if they run elsewhere."""
@@ -90,7 +90,7 @@ class EngineCallback(Protocol):
 
 @runtime_checkable
 class PlacedCallback(Protocol):
-    """A callback whose ``runs_in`` is "workers" or "controller", which is the default."""
+    """A callback whose ``runs_in`` is "workers" or "controller"; callbacks without it run in the controller."""
 
     runs_in: str
 
@@ -194,7 +194,7 @@ class RayController(ControllerStrategy):
         import_ray()
 
     def setup_environment(self) -> None:
-        """Set the execution mode, before any device is used, and the number of workers."""
+        """Set this process's execution mode, before any device is used."""
         resolve_execution_mode(strategy=self)
         super().setup_environment()
 
@@ -208,7 +208,11 @@ class RayController(ControllerStrategy):
         return self._settled[0]
 
     def connect(self, model: LightningModule) -> None:
-        """Keep the user's module for the workers; callbacks in this process get a ControllerModule instead."""
+        """Give the Trainer a ControllerModule in place of the user's module, which is kept for the workers.
+
+        Also connects to the Ray cluster, and takes the callbacks that run in workers from the Trainer. Raises a
+        ConfigError if the cluster lacks resources.
+        """
         # Lightning has already replaced the old module by the new one.
         standing, trainer = self._standing, model.trainer
         listed: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -240,7 +244,10 @@ class RayController(ControllerStrategy):
     # The workers
 
     def setup(self, trainer: Trainer) -> None:
-        """Start the workers after the data has been checked, or begin another stage in running ones."""
+        """Start the workers, and the Trainer's stage in them; workers of an earlier stage are used again.
+
+        Called by Lightning after the data module has checked the data.
+        """
         assert self.accelerator is not None and self._settled is not None and self._driver is not None
         self.accelerator.setup(trainer)
         recorder = start_recorder(run_folder(trainer.default_root_dir), "controller")

@@ -45,7 +45,7 @@ class OwnNode:
 
 
 def watch_own_node(session: str) -> OwnNode | None:
-    """Start the reaper of this process's newest raylet; return None if there is no raylet.
+    """Start the process that cleans up after this process's newest raylet, and return both; None if there is no raylet.
 
     ``session`` is Ray's session folder.
     """

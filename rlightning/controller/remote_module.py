@@ -13,7 +13,7 @@ from rlightning.protocols import HasPlan, HasWeightVersion, has
 
 
 class ControllerModule(PromptBatchModule):
-    """A module without weights that callbacks in the controller get in place of the real one.
+    """The module of the controller's Trainer and callbacks, without weights, in place of the user's module.
 
     It has the attributes of the configured module. The real module's hooks run in the workers; the hooks of this class
     send commands, and log the workers' metrics.
@@ -41,7 +41,7 @@ class ControllerModule(PromptBatchModule):
         return self.strategy.weight_version
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return the real module's callbacks; this also checks its settings before workers start."""
+        """Return the user's module's callbacks; raise a ConfigError if its prompts cannot be split over the workers."""
         if self.trainer.state.fn == "fit" and has(self.configured, HasPlan):
             self.configured.plan.check_world_size(self.strategy.count_workers())
         made = self.configured.configure_callbacks()
@@ -85,7 +85,7 @@ class ControllerModule(PromptBatchModule):
         log_epoch_step(self.trainer, self)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the workers' validation metrics."""
+        """End the validation in the workers, and log rank 0's metrics."""
         (metrics, *_) = self.strategy.execute_all(EndEvaluation())
         self.log_dict(metrics)
 

@@ -67,7 +67,7 @@ class RTensor:
 
 
 def store_tensors(tree: object, *, label: str = "") -> Any:
-    """Store the tensors in ``tree`` and replace them with handles.
+    """Copy the tensors in ``tree`` to this process's store; return ``tree`` with handles in place of the tensors.
 
     Stored are detached copies on the host; a tensor that occurs twice is stored once, small ones together.
 
@@ -88,7 +88,7 @@ def store_tensors(tree: object, *, label: str = "") -> Any:
 
 
 def store_own_tensors(tree: object, *, label: str = "") -> Any:
-    """Store tensors as :func:`store_tensors` does, but on every rank of a tensor-parallel group.
+    """Do as :func:`store_tensors`, but on every rank of a tensor-parallel group, for tensors that differ between them.
 
     Before ``on_update_start`` each rank has its own completions; then the ranks of a group have the same batch.
     """
@@ -108,7 +108,7 @@ def _store(tree: object, label: str) -> object:
 
 
 def fetch_tensors(tree: object) -> Any:
-    """Fetch the tensors of all handles in ``tree`` at once, and replace the handles with them.
+    """Return ``tree`` with a CPU copy of its tensor in place of each handle; all are fetched at once.
 
     Args:
         tree: a result of :func:`store_tensors`, a part of it, or parts of several results.

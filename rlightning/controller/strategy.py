@@ -81,7 +81,10 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     # Commands
 
     def execute_each(self, commands: Sequence[Command[R]]) -> list[R]:
-        """Send each worker its command, relay the hooks that it calls, and return the results by rank."""
+        """Send each worker its command, call here the hooks that it relays, wait, and return the results by rank.
+
+        Raises a ConfigError in a hook in which workers take no commands.
+        """
         if self._closed_hook is not None:
             raise refusal(commands[0], self._closed_hook)
         relay = Relay(self.workers.num_workers, self._fire)
@@ -99,11 +102,11 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         return answers
 
     def execute_all(self, command: Command[R]) -> list[R]:
-        """Send the same command to all workers, and return the results by rank."""
+        """Send the same command to all workers, wait, and return the results by rank."""
         return self.execute_each([command] * self.workers.num_workers)
 
     def call(self, method: str, *arguments: object, **named: object) -> Any:
-        """Call a method of the module in all workers; return rank 0's result, with tensors on this host."""
+        """Call a method of the module in all workers, wait, and return rank 0's result, with tensors on this host."""
         return fetch_tensors(self.execute_all(Call(method, arguments, named))[0])
 
     def _supply(self, num_prompts: int) -> None:
@@ -134,7 +137,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
     # Methods of Lightning's strategies
 
     def training_step(self, batch: Sequence[object], batch_idx: int) -> None:
-        """Train on a batch, split in order over the ranks; tensors of the results stay on the workers."""
+        """Have the workers train on a batch, split in order over the ranks, and log the metrics that they return."""
         shares = split_in_order(batch, self.workers.num_workers)
         is_last = self.trainer.is_last_batch
         self._log(self.execute_each([Train(share, is_last) for share in shares]))
@@ -152,13 +155,13 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         log_epoch_metrics(module, [result.epoch_metrics for result in results])
 
     def validation_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Evaluate a batch: of n workers, each takes every n-th element."""
+        """Have the workers evaluate a batch, of which each of n takes every n-th element; metrics come at the end."""
         self._evaluate_batch(batch, dataloader_idx)
 
     test_step = validation_step
 
     def predict_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> list[object]:
-        """Split a batch as :meth:`validation_step` does; return the predictions in the batch's order."""
+        """Have the workers predict on a batch, each of n on every n-th element; return predictions in its order."""
         parts = fetch_tensors(self._evaluate_batch(batch, dataloader_idx))
         merged: list[object] = [None] * len(batch)
         for rank, part in enumerate(parts):
@@ -190,7 +193,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         self._await_end()
 
     def on_validation_end(self) -> None:
-        """End the stage in the workers, unless it is part of a fit; called when its metrics have been logged."""
+        """Wait for the end of the stage in the workers, unless it is part of a fit; called after metrics are logged."""
         if self.trainer.state.fn != "fit":
             self._await_end()
 
@@ -235,7 +238,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
 
 def refusal(command: Command[object], hook: str) -> ConfigError:
-    """Return the error for a command that was sent in a hook in which it could wait forever."""
+    """Return the error for a command that is sent in a hook during which workers take no commands: a deadlock."""
     name = type(command).__name__
     what = f"trainer.strategy.call({command.method!r})" if isinstance(command, Call) else f"a command to {name.lower()}"
     return ConfigError(
@@ -260,7 +263,10 @@ class ControllerLauncher(Launcher):
         return True
 
     def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
-        """Run ``function``, Lightning's implementation of a stage, and repeat it after a worker has died."""
+        """Run ``function``, a stage of Lightning's; if a worker dies in a fit, repeat it from the last checkpoint.
+
+        At most ``max_restarts`` times; returns the function's result.
+        """
         self.strategy.saved.clear()
         budget = RestartPolicy(self.strategy.max_restarts)
         with without_cuda_rng(), naming_lost_cluster():
@@ -286,7 +292,7 @@ class ControllerLauncher(Launcher):
 
 @contextmanager
 def naming_lost_cluster() -> Iterator[None]:
-    """Context manager that converts Ray's errors after the run's own cluster was lost to a ClusterLostError."""
+    """Context manager that raises a ClusterLostError in place of any error if the run's own Ray cluster has ended."""
     try:
         yield
     except Exception:

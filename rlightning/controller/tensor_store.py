@@ -49,7 +49,7 @@ class Owner(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """Return this process as an owner."""
+        """Return this process's rank, host and process id."""
         return cls(global_rank(), socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Owner(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """The number and the total size of the stored objects of one label that exist."""
+    """How many stored objects of one label exist, and their total size in bytes."""
 
     label: str
     entries: int
@@ -103,7 +103,10 @@ class TensorStore(ABC):
         """Store copies of ``arrays``; ``forget`` is called when no process has a reference to the block any more."""
 
     def put(self, arrays: Sequence[Bytes], *, label: str) -> Block:
-        """Store copies of the arrays, one for each tensor, as one object; ``label`` is for :meth:`holdings`.
+        """Store copies of the arrays, each a tensor's bytes, as one object, and return a reference to it.
+
+        ``label`` is for :meth:`holdings`. A full store first waits up to ``full_timeout`` seconds for objects to be
+        released.
 
         Raises:
             StoreFullError: if the limit would be exceeded; nothing is stored then.
@@ -124,7 +127,7 @@ class TensorStore(ABC):
         return sum(nbytes for _, nbytes in self._alive.copy().values())
 
     def holdings(self) -> list[Holding]:
-        """Return the existing objects by label, the largest total first."""
+        """Return the number and size of the existing objects of each label, the largest total first."""
         by_label: dict[str, list[int]] = defaultdict(list)
         for label, nbytes in self._alive.copy().values():
             by_label[label].append(nbytes)
@@ -147,7 +150,7 @@ class TensorStore(ABC):
 
 
 class LocalBlock(Block):
-    """A block in this process's memory."""
+    """Tensors' bytes in this process's memory; a reference that cannot be sent to another process."""
 
     def __init__(self, arrays: Sequence[Bytes], owner: Owner, label: str) -> None:
         super().__init__(owner, label)
@@ -200,7 +203,7 @@ def live_bytes() -> int:
 
 
 def stores_results() -> bool:
-    """Return whether this process stores results that other ranks of its group have too.
+    """Return whether this process stores results that are equal on all ranks of its tensor-parallel group.
 
     True without a policy; ``RemotizeOnHeadOnly`` sets a policy while its training engine exists.
     """

@@ -50,7 +50,7 @@ OF_WORKERS = ("state_dict", "optimizer_states", "lr_schedulers")
 
 
 class Worker(CommandQueue):
-    """One rank, with the queue of its commands; the class of the Ray actor.
+    """The Ray actor of one training rank: runs Lightning's Trainer, which executes the controller's commands.
 
     :meth:`run` blocks for a whole fit. The other methods are called in other threads meanwhile.
 
@@ -73,14 +73,14 @@ class Worker(CommandQueue):
         self._last_stage = -1
 
     def rendezvous(self) -> tuple[str, int]:
-        """Return this host's address and a free port."""
+        """Return this host's IP address and a free port, for the rendezvous of the ranks' process group."""
         import ray
 
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return address, find_port()
 
     def describe_differences(self) -> list[str]:
-        """Return sentences about differences between this process and the controller's."""
+        """Return sentences on how this process's folder and environment variables differ from the controller's."""
         return self.driver.describe_differences()
 
     def process_id(self) -> int:
@@ -92,7 +92,7 @@ class Worker(CommandQueue):
         record_own(reason)
 
     def run(self, number: int, config: WorkerConfig | None, rendezvous: tuple[str, int], stage: str) -> None:
-        """Run one stage, named by the Trainer's method, until the controller ends it.
+        """Run a stage of the Trainer, such as "fit", until the controller ends it; report errors to the controller.
 
         Args:
             number: number of the stage; a stage that was run before is not repeated.
@@ -113,12 +113,15 @@ class Worker(CommandQueue):
             self.fail(self._describe(error))
 
     def execute(self, number: int, command: Command[object], seen: int) -> list[Entry]:
-        """Accept a command, unless it was accepted before, and return its entries after the first ``seen``."""
+        """Queue a command, unless it was queued before; wait for, and return, its entries after the first ``seen``.
+
+        Entries are the hooks that it called, its requests, and its result.
+        """
         self.submit(number, command)
         return self.collect(number, seen)
 
     def leave(self) -> None:
-        """Deregister from the other ranks, before the connections to them close."""
+        """Report to the other ranks that this rank ends without failure; rank 0 waits for all reports."""
         watch = active_watch()
         if watch is not None:
             watch.stop()

@@ -30,7 +30,7 @@ Ref: TypeAlias = "ObjectRef[Any]"
 
 
 class WorkerGroup:
-    """The workers of a run, one for each rank.
+    """The Ray actors of the training ranks: starts them, sends them commands, and raises an error when one has died.
 
     Args:
         each: cluster resources of each worker.
@@ -81,7 +81,7 @@ class WorkerGroup:
         ]
 
     def start(self, config: object, stage: str, engines: Sequence[Ref] = ()) -> None:
-        """Begin a stage, named by the Trainer's method, on all workers; returns at once.
+        """Begin a stage, such as "fit", on all workers; returns at once, but the first stage awaits their start.
 
         ``config`` is None for a later stage. ``engines`` are Ray's references, which must not end before the workers.
         """
@@ -101,7 +101,7 @@ class WorkerGroup:
         }
 
     def execute(self, commands: Sequence[Command[T]], handle: Callable[[int, Entry], None]) -> list[T]:
-        """Have each worker execute its command; return the results by rank.
+        """Have each worker execute its command, wait, and return the results by rank.
 
         ``handle`` is called with a rank and each of its entries before the result.
 

@@ -28,7 +28,7 @@ class WorkerEpochLoop(TrainingEpochLoop):
         self.feed = feed
 
     def advance(self, data_fetcher: DataFetcher) -> None:
-        """Run one step."""
+        """Wait for a training step's command and run the step; raise StopIteration if the controller ends the epoch."""
         command = self.feed.await_batch()
         if command is None:
             raise StopIteration
@@ -64,7 +64,7 @@ class WorkerFitLoop(FitLoop):
         return self.feed.is_over
 
     def run(self) -> None:
-        """Execute the commands before training, then train."""
+        """Execute the controller's commands until it starts training, then train."""
         self.feed.begin_fit()
         super().run()
 
@@ -74,12 +74,12 @@ class WorkerFitLoop(FitLoop):
         self.max_batches = self.feed.num_batches
 
     def on_run_start(self) -> None:
-        """Answer the command that started training, after its hooks."""
+        """Report to the controller that training has started, after all hooks of its start."""
         super().on_run_start()
         self.feed.answer_start()
 
     def on_advance_start(self) -> None:
-        """Wait for the start of an epoch, or resume one from a checkpoint."""
+        """Wait until the controller starts or resumes an epoch; raise StopIteration when it ends the fit."""
         if not self.feed.begin_epoch():
             raise StopIteration
         super().on_advance_start()
@@ -193,7 +193,7 @@ class WorkerTrainer(Trainer):
 def make_trainer(
     config: WorkerConfig, environment: RayEnvironment, feed: CommandFeed, relay: HookRelay
 ) -> WorkerTrainer:
-    """Return the Trainer of one rank."""
+    """Return the Trainer of one worker, whose loops take their steps from the commands of ``feed``."""
     import rlightning.parallel.fsdp  # noqa: F401  so that Lightning knows fsdp2
     from rlightning.parallel.strategy import replace_lightning_ddp
 

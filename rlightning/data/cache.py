@@ -10,7 +10,7 @@ from rlightning.errors import ConfigError
 
 
 def cached_folder(parts: Mapping[str, object], build: Callable[[Path], None]) -> Path:
-    """Return the cached folder for ``parts``; the first process fills it with ``build``, others wait for it.
+    """Return the folder that caches what ``parts`` identify; one process fills it by ``build``, others wait for it.
 
     Args:
         parts: everything that determines the content, as JSON values.

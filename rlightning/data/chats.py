@@ -60,7 +60,10 @@ def clean_messages(messages: list[Message], where: str, *, has_fixed_fields: boo
 
 
 def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: JsonObject, where: str) -> str:
-    """Render a chat, up to the beginning of the model's turn."""
+    """Return a chat as text, by the tokenizer's chat template, up to the point at which the model continues.
+
+    Raises a ConfigError if the template rejects the messages, or they end with the assistant's without ``CONTINUES``.
+    """
     ends_with_model = messages[-1]["role"] == "assistant"
     if ends_with_model and not arguments.get(CONTINUES):
         raise ConfigError(
@@ -79,7 +82,7 @@ def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: Json
 
 
 def find_open_thought(text: str) -> str | None:
-    """Return the reasoning tag at a prompt's end, such as ``<think>``: completions then begin inside the reasoning."""
+    """Return the tag at the end of a prompt that opens the model's reasoning, such as ``<think>``; None without one."""
     found = _OPEN_THOUGHT.search(text[-100:])
     return found.group().strip() if found else None
 

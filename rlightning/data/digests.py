@@ -34,7 +34,7 @@ def digest_rows(rows: Iterable[Mapping[str, object]]) -> str:
 
 
 def encode_value(value: object) -> bytes:
-    """Encode a value as text that is the same in every process: JSON, and Python's repr for other types."""
+    """Return a value as bytes that are the same in every process: JSON, or Python's repr for other types."""
     try:
         return json.dumps(value, sort_keys=True, default=_describe).encode()
     except (TypeError, ValueError):  # keys that JSON does not have, or a value that contains itself

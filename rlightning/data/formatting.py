@@ -54,7 +54,7 @@ class PromptFormat:
 
     @property
     def own_sampling(self) -> dict[str, str]:
-        """Return the columns with a row's own temperature and token limit, by argument name."""
+        """The columns of each row's own temperature and token limit, if configured, by argument name."""
         columns = {
             "temperature_column": self.temperature_column,
             "max_new_tokens_column": self.max_new_tokens_column,
@@ -90,7 +90,7 @@ def build_prompts(
     vocab_size: int | None = None,
     max_length: int | None = None,
 ) -> Sequence[Prompt]:
-    """Render, tokenise and check every row; drop or cut prompts that are too long, and log how many.
+    """Return the prompts of a table's rows, rendered, tokenised and checked; drop or cut those that are too long.
 
     Args:
         vocab_size: number of rows of the model's embedding, the limit of token ids; None if unknown.
@@ -163,7 +163,7 @@ class PromptEncoder:
         }
 
     def encode(self, table: RowTable, start: int, stop: int) -> Columns:
-        """Encode rows to the columns of :data:`~rlightning.data.mapped.COLUMNS`.
+        """Return the texts, token ids and other :data:`~rlightning.data.mapped.COLUMNS` of rows ``start`` to ``stop``.
 
         ``num_tokens`` are the prompt's tokens before it is cut; ``notes`` are :class:`Note` flags.
         """
@@ -315,7 +315,7 @@ class _TemplateFormatter(string.Formatter):
     """Fills templates with texts, numbers and times; other types, such as ``None``, raise an error."""
 
     def convert_field(self, value: object, conversion: str | None) -> object:
-        """Check the type of a value before ``!s``, ``!r`` or ``!a`` converts it to a text."""
+        """Convert a template's field as ``str.format`` does; raise a TypeError if it is no text, number or time."""
         if not isinstance(value, str | Number | date | time | timedelta) or value != value:
             raise TypeError(f"it would write {cut_value(value)} into the prompt, where texts and numbers can stand")
         return super().convert_field(value, conversion)
@@ -332,7 +332,7 @@ def _fill_template(template: str, row: Row, where: str) -> str:
 
 
 def require_columns(table: RowTable, columns: list[str]) -> None:
-    """Raise a ConfigError if a row lacks a column; rows known to have all columns are not read."""
+    """Raise a ConfigError if a row lacks one of the columns; it names the row, or the set if no row has the column."""
     known = table.columns
     for column in [column for column in columns if column not in known]:
         missing = [i for i, row in enumerate(table.rows) if column not in row]

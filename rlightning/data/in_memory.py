@@ -50,7 +50,10 @@ _FORMS = "a path, a list of paths, a datasets.Dataset, a list of dicts, or a Dat
 
 @dataclass(frozen=True, slots=True)
 class JoinedTable(RowTable):
-    """Several files as one set; ``ends`` are the cumulative numbers of rows."""
+    """The rows of several files as one prompt set, in which errors still name a row by its own file and line.
+
+    ``ends`` are the cumulative numbers of the files' rows.
+    """
 
     tables: Sequence[RowTable] = ()
     ends: Sequence[int] = ()
@@ -118,7 +121,7 @@ def hold_rows(source: "PromptSource", limit: int | None, key: str, limit_key: st
 
 
 def read_source(source: "PromptSource", limit: int | None, key: str, environment: Environments = None) -> RowTable:
-    """Read a prompt set from any supported source; it must have at least one row.
+    """Return the rows of a prompt set from any supported source; raise a ConfigError if it has none.
 
     Args:
         source: a path, paths, or rows, from :func:`hold_rows`.

@@ -45,14 +45,14 @@ _VERSION = 2  # of the tokenization and the file format; files of another versio
 
 
 class RowEncoder(Protocol):
-    """Converts rows to :data:`COLUMNS`; ``datasets`` pickles it for its processes."""
+    """Converts rows to the columns of :data:`COLUMNS`; it must be picklable, for the processes of ``datasets``."""
 
     @property
     def identity(self) -> dict[str, object]:
         """Return all settings that affect the tokens, other than the rows themselves."""
 
     def encode(self, table: RowTable, start: int, stop: int) -> Columns:
-        """Return the columns of the rows from ``start`` to ``stop``."""
+        """Return the values of all :data:`COLUMNS` for the rows from ``start`` to ``stop``."""
 
 
 class MappedPrompts(LazySequence[Prompt]):
@@ -81,7 +81,7 @@ class MappedPrompts(LazySequence[Prompt]):
 
     @property
     def longest_limit(self) -> int:
-        """The largest limit on completion tokens of a prompt's own; 0 if no prompt has one."""
+        """The largest of the prompts' own limits on completion tokens; 0 if no prompt has one."""
         import pyarrow.compute
 
         return pyarrow.compute.max(self._encoded.data["max_new_tokens"]).as_py() or 0
@@ -112,7 +112,7 @@ class MappedPrompts(LazySequence[Prompt]):
 def map_prompts(
     table: RowTable, encoder: RowEncoder, max_tokens: int, *, is_dropping: bool
 ) -> tuple[MappedPrompts, Summary]:
-    """Tokenise the rows of a large set to a cached folder, unless it exists, and return the mapped prompts.
+    """Return a large set's prompts, memory-mapped from a cached folder, and statistics; tokenise them if it is missing.
 
     Args:
         table: a table whose rows are :class:`~rlightning.data.rows.StoredRows`.

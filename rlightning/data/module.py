@@ -172,7 +172,10 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
                         read_rows(path, limit=1)
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Return additional training prompts for this rank, for a refill; all ranks must take the same number."""
+        """Return this rank's next ``num_prompts`` training prompts, outside of the loader; every rank must call it.
+
+        All ranks must take the same number. Called to replace dropped groups, and to keep further prompts in flight.
+        """
         if self.stream is None:
             raise ConfigError("There are no training prompts to take: take() works in fit, with data.train set.")
         return self.stream.take(num_prompts)
@@ -237,7 +240,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
 
     @property
     def environment_names(self) -> dict[str, str]:
-        """The environments that the configuration names, by configuration key."""
+        """Names of environments in the data configuration, by key, such as ``data.validation.gsm8k.environment``."""
         named = {f"data.validation.{one.name}.environment": one.environment for one in self.validation_sets}
         if isinstance(self.environment, dict):
             named |= {f"data.environment.{path}": name for path, name in self.environment.items()}

@@ -41,7 +41,7 @@ def read_limit(row: Row, column: str | None, where: str) -> int | None:
 
 
 def longest_limit(prompts: Sequence[Prompt]) -> int:
-    """Return the largest limit on completion tokens that a prompt has of its own; 0 if no prompt has one."""
+    """Return the largest of the prompts' own limits on completion tokens; 0 if no prompt has one."""
     if isinstance(prompts, MappedPrompts):
         return prompts.longest_limit
     return max((prompt.max_new_tokens or 0 for prompt in prompts), default=0)

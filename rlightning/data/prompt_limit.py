@@ -11,7 +11,7 @@ PROMPT_TOKENS = 1024
 
 @runtime_checkable
 class Limited(Protocol):
-    """Sampling parameters on which the limit on prompts depends."""
+    """Sampling parameters with ``max_new_tokens``, for which the default limit on prompts leaves room."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -20,7 +20,7 @@ class Limited(Protocol):
 
 @runtime_checkable
 class HasSampling(Protocol):
-    """The callback that samples completions; a protocol, because its package imports this one."""
+    """The rollout callback, which has the parameters ``sampling``; a protocol, because its package imports this one."""
 
     @property
     def sampling(self) -> object:
@@ -39,7 +39,7 @@ def check_prompt_limit(limit: int | None, max_model_length: int) -> None:
 
 
 def choose_prompt_limit(max_model_length: int, callbacks: Iterable[object]) -> tuple[int, str]:
-    """Return the default limit on a run's prompts, and the reason for it.
+    """Return the default maximum of a prompt's tokens, and the reason for it as text for a log line.
 
     ``callbacks`` include the one that samples completions, if any. Raises a ConfigError if completions leave no room.
     """

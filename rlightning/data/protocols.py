@@ -14,7 +14,7 @@ P = TypeVar("P")
 
 
 def required(module: object, protocol: Callable[..., P]) -> P:
-    """Return a module typed as a protocol, after checking its members.
+    """Return ``module`` itself, typed as ``protocol``; raise a ConfigError if it lacks members of the protocol.
 
     Raises:
         ConfigError: names missing members.
@@ -28,7 +28,7 @@ def required(module: object, protocol: Callable[..., P]) -> P:
 
 
 class OverfitsBatches(Protocol):
-    """A trainer that may repeat a number, or a share, of an epoch's steps in each epoch; 0 for usual epochs."""
+    """A trainer with ``overfit_batches``: the number, or share, of steps that every epoch repeats; 0 for all steps."""
 
     @property
     def overfit_batches(self) -> int | float: ...
@@ -49,39 +49,39 @@ class HasMaxLength(Protocol):
 
 
 class HasVocabSize(Protocol):
-    """A module with the size of its model's embedding."""
+    """A module with ``vocab_size``, the number of rows of its model's embedding."""
 
     @property
     def vocab_size(self) -> int: ...
 
 
 class TakesPrompts(Protocol):
-    """A module with the number of prompts of each training step, over all ranks."""
+    """A module with ``prompts_per_step``, the number of prompts of a training step over all ranks."""
 
     @property
     def prompts_per_step(self) -> int: ...
 
 
 class HasCompletionColumn(Protocol):
-    """A module that may train on the completions in a column of the data set."""
+    """A module with ``completion_column``, the column of the data set whose completions it trains on, as in SFT."""
 
     @property
     def completion_column(self) -> str: ...
 
 
 class ChecksColumns(Protocol):
-    """A module that checks whether a set has the required columns."""
+    """A module whose ``check_columns(columns, source)`` raises a ConfigError if a prompt set lacks required columns."""
 
     def check_columns(self, columns: Sequence[str], source: str, /) -> None: ...
 
 
 class ReadsColumns(Protocol):
-    """A module that returns which columns of a set it reads."""
+    """A module whose ``read_columns(columns)`` returns those of a prompt set's columns that it reads in training."""
 
     def read_columns(self, columns: Sequence[str], /) -> Collection[str]: ...
 
 
 class ChecksAnswers(Protocol):
-    """A module that checks a set's answers, which its reward functions read."""
+    """A module whose ``check_answers(prompts, where)`` raises a ConfigError if reference answers get no reward."""
 
     def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str], /) -> None: ...

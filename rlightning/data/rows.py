@@ -45,7 +45,7 @@ class LazySequence(Sequence[T]):
 
 
 class StoredRows(LazySequence[Row]):
-    """Rows with a digest, which is the cache key of their tokens on disk.
+    """Rows of a large prompt set with a digest of their content, the key by which their tokens are cached on disk.
 
     Attributes:
         digest: digest of the content.
@@ -77,7 +77,7 @@ class ArrowRows(StoredRows):
 
 
 class HeldRows(StoredRows):
-    """A long list of rows in this process's memory, without a copy."""
+    """A long list of rows in this process's memory, which is not copied, with a digest of its content."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -140,7 +140,7 @@ def common_columns(rows: Sequence[Row]) -> set[str]:
 
 
 def locate_part(ends: Sequence[int], row: int) -> tuple[int, int]:
-    """Return the part that contains a row, and the row's index in it.
+    """Return the index of the part of a concatenated set that contains a row, and the row's index in that part.
 
     ``ends`` are the cumulative numbers of rows; ``row`` is counted from 0 over all parts.
     """
@@ -180,7 +180,7 @@ def write_json_rows(
 def write_batches(
     batches: "Iterable[pyarrow.RecordBatch]", schema: "pyarrow.Schema", parts: Mapping[str, object]
 ) -> ArrowRows:
-    """Write record batches of pyarrow to a cached file, unless it exists."""
+    """Write record batches of pyarrow to a cached file, unless it exists; return rows that are read from the file."""
     import datasets
     import pyarrow
 

@@ -33,7 +33,7 @@ _PROMPTS_HINT = "Prompts themselves are given as [{'prompt': ...}]: texts are na
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """The rows of one set and the place of each, for error messages.
+    """The rows of one prompt set, with the line or row number of each in its file, for error messages.
 
     Attributes:
         path: the set's name, as given by the user.
@@ -60,7 +60,7 @@ class RowTable:
 
 
 def read_rows(path: str, limit: int | None = None) -> RowTable:
-    """Read the set at ``path``.
+    """Return the rows of the prompt set in a file, in a folder, or on the hub; raise a ConfigError if there are none.
 
     Args:
         path: a file (.jsonl, .json, .csv, .parquet), a folder of ``datasets.save_to_disk`` (``folder:split`` if it has

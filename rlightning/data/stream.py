@@ -54,11 +54,11 @@ class PromptStream:
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
 
     def begin_step(self) -> None:
-        """Store the position at the start of a step, from which an unfinished step is repeated."""
+        """Store the current position as the start of a step, from which a run resumed during the step continues."""
         self.step_start = self.position
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Return this rank's next ``num_prompts``; each other rank gets as many other prompts."""
+        """Return this rank's next ``num_prompts`` prompts; every rank must call it, with the same number."""
         start = self.position + self.rank * num_prompts
         self.position += num_prompts * self.num_ranks
         return [self._at(place) for place in range(start, start + num_prompts)]
@@ -108,7 +108,7 @@ class PromptStream:
 
 
 class PromptLoader:
-    """One epoch of steps; the stream of prompts continues from epoch to epoch.
+    """Data loader for one epoch: yields this rank's prompts for each step. The next epoch continues the stream.
 
     An epoch has as many steps of ``num_prompts`` a rank as fit into the set once, or ``num_steps`` if the stream
     repeats fewer prompts (``trainer.overfit_batches``). The next epoch begins with the remaining prompts, also after
@@ -150,7 +150,7 @@ class ChosenPrompts(LazySequence[Prompt]):
 
 
 class PromptBatches:
-    """One pass over a prompt set in its order, with each batch split over the ranks.
+    """Data loader for one pass over a prompt set in its order: yields this rank's share of each batch.
 
     All ranks get the same number of batches; in the last one a rank may get fewer prompts than others, or none.
     """

@@ -18,7 +18,7 @@ Integers = NDArray[np.integer[Any]]
 
 
 class Note(IntFlag):
-    """Properties of a prompt, as flags, that are worth a log line: they are counted over the set."""
+    """Flags for unusual properties of a prompt, such as an empty completion, which are counted and logged."""
 
     DROPPED_BOS = 1
     DROPPED_EOS = 2
@@ -89,7 +89,7 @@ class Summary:
 
 
 def summarize(num_tokens: Integers, notes: Integers, limit: int) -> Summary:
-    """Compute the statistics from prompts' lengths in tokens before truncation [rows] and their :class:`Note` flags."""
+    """Return a set's statistics from prompts' lengths in tokens before truncation, [rows], and :class:`Note` flags."""
     found = {int(note): np.flatnonzero(notes & note) for note in Note}
     longest = int(num_tokens.argmax())
     return Summary(

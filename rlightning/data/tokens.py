@@ -32,7 +32,7 @@ def tokenize(
     *,
     has_special_tokens: bool,
 ) -> list[Tokens]:
-    """Tokenise each prompt, together with its completion if there is one, and split the tokens by text offsets.
+    """Return the token ids of each prompt and completion, tokenised together as one text and then split.
 
     Tokenised separately, a completion would begin like a new text: in SentencePiece with ``▁T`` for ``T``. A token that
     begins in the prompt and ends in the completion belongs to the completion. A prompt may have no tokens then. With
@@ -57,7 +57,7 @@ def cut_prompt(tokenizer: "Tokenizer", token_ids: list[int], limit: int) -> tupl
 
 
 def check_characters(text: str, where: str, what: str) -> None:
-    """Raise an error for a text with an unpaired surrogate, which no tokenizer accepts."""
+    """Raise a ConfigError for a text with an unpaired surrogate, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -38,7 +38,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class AgentCommand:
-    """A command that is run for each trajectory; the arguments are those of :class:`AgentProgram`."""
+    """An agent that is a command, run as a process for each trajectory; arguments as in :class:`AgentProgram`."""
 
     def __init__(
         self, command: Sequence[str], folder: str | None, variables: Mapping[str, str], reward: RewardSource
@@ -57,7 +57,7 @@ class AgentCommand:
             raise ConfigError(f"environment.folder={self.folder} is not a folder. Name one with files for the program.")
 
     async def run(self, prompt: Prompt, messages: list[Message] | None, variables: Mapping[str, str]) -> Outcome:
-        """Run the command once, for one trajectory; raises a ChildProcessError if it failed.
+        """Run the command for one trajectory and return its outcome; raise a ChildProcessError if the command failed.
 
         Args:
             prompt: sent to the command's standard input as JSON with ``text``, ``index``, ``columns`` and ``messages``.
@@ -114,7 +114,7 @@ class AgentCommand:
 async def run_process(
     command: Sequence[str], *, stdin: bytes, folder: str, environment: Mapping[str, str]
 ) -> tuple[int, str, str]:
-    """Run a command to its end, and kill processes that it leaves running; cancellation kills all of them.
+    """Run a command until it exits, kill processes that it leaves, and return its output; cancellation kills all.
 
     Returns:
         The exit code (minus the signal's number if a signal ended the command), and the ends of its stdout and stderr.

@@ -39,7 +39,7 @@ KEEP_ALIVE_SECONDS = 100.0
 
 
 class Access(NamedTuple):
-    """The URL of an OpenAI API, and the key with which an agent reaches the policy of its trajectory.
+    """How an agent reaches the policy of its trajectory: the URL of an OpenAI API, a key, and the model's name.
 
     ``messages`` is the prompt as a chat; None if the agent has no such parameter.
     """
@@ -51,7 +51,7 @@ class Access(NamedTuple):
 
 
 class AgentFunction(Environment):
-    """Calls the user's agent function, given as an object or a dotted path, with additional ``arguments``.
+    """Environment that calls ``agent``, a function or its dotted path, for each trajectory, with further ``arguments``.
 
     The function runs in the trainer's process or in a worker; the endpoint is always in the trainer's process.
     """
@@ -95,7 +95,7 @@ class AgentFunction(Environment):
         await self._clients.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Call the agent in a worker for one trajectory.
+        """Run the agent for one trajectory in this worker process, and return its outcome.
 
         Raises:
             LimitReachedError: the agent failed because its sequence has its maximum length.
@@ -112,7 +112,7 @@ class AgentFunction(Environment):
             raise
 
     async def call(self, prompt: Prompt, access: Access) -> Outcome:
-        """Call the agent's function for one trajectory, and convert its result to an outcome."""
+        """Call the agent's function for one trajectory, and return its result as an :class:`Outcome`."""
         given = {**access._asdict(), "prompt": prompt}
         if not self.wants_messages:
             del given["messages"]

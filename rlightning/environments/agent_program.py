@@ -122,7 +122,11 @@ class AgentProgram(Environment):
         await self.endpoint.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory; raises a LimitReachedError if the agent failed at a sequence's maximum length."""
+        """Run the agent for one trajectory and return its outcome.
+
+        Raises:
+            LimitReachedError: the agent failed because a sequence has its maximum length.
+        """
         async with self.endpoint.open(policy) as session:
             outcome = await session.policy.clock.run(self._run_agent(prompt, session), self.timeout, "The agent")
         recorder = session.policy.recorder

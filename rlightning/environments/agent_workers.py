@@ -57,7 +57,10 @@ class AgentWorkers(WorkerEnvironment):
         return reason is None
 
     async def call(self, prompt: Prompt, session: Session, access: Callable[..., Access]) -> Outcome:
-        """Make one trajectory in a worker; raises the errors of :meth:`WorkerEnvironment.run`."""
+        """Run the agent for one trajectory in a worker process, and return its outcome.
+
+        Raises the errors of :meth:`WorkerEnvironment.run`. ``access`` returns how the agent reaches the endpoint.
+        """
 
         async def open_session(wants_messages: bool) -> Fields:
             try:

@@ -124,7 +124,7 @@ class ChatFormat:
         return self._apply(cleaned, tools, add_generation_prompt)
 
     def render_observations(self, messages: Sequence[Message], *, sampled: Sequence[int], ended: bool) -> list[int]:
-        """Return the tokens from the end of the policy's turn to the beginning of its next one.
+        """Return the token ids between two turns of the policy: one's end, ``messages``, and the next one's beginning.
 
         Args:
             messages: the messages after the turn; results of tools have the ``name`` of their tool, and come first.
@@ -174,7 +174,7 @@ class ChatFormat:
     def begin_message(
         self, tools: Sequence[Message] | None, *, prompt_ids: Sequence[int], stops: Sequence[str] = ()
     ) -> PartialMessage | None:
-        """Return the partial message of a turn that is about to be sampled; None if only whole turns can be parsed.
+        """Return an incremental parser for a turn that is about to be sampled; None if only whole turns can be parsed.
 
         The strings ``stops`` end the text of the turn.
         """
@@ -217,7 +217,7 @@ class ChatFormat:
 
     @cached_property
     def rewrites(self) -> str | None:
-        """What the template changes in earlier turns when messages follow; None if it only appends, or is missing."""
+        """How the chat template changes earlier turns when messages follow, as text; None if it only appends."""
         return find_rewrites(self) if self.has_template else None
 
     def describe(self) -> str:

@@ -9,7 +9,10 @@ from rlightning.types.trajectory import Outcome
 
 
 class Clock:
-    """Deadlines of a trajectory, paused together, for ``stopped_seconds`` in all. Methods belong to one event loop."""
+    """Time limits within one trajectory, which can be paused together, such as while it waits for a worker.
+
+    ``stopped_seconds`` is the total time of the pauses. Methods belong to one event loop.
+    """
 
     def __init__(self) -> None:
         self._deadlines: set[asyncio.Timeout] = set()
@@ -17,7 +20,7 @@ class Clock:
 
     @asynccontextmanager
     async def limit(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """Raise a TimeoutError after so many seconds, as ``asyncio.timeout`` does; None sets no deadline."""
+        """Context manager that raises a TimeoutError after ``seconds``, pauses excluded; None sets no deadline."""
         async with asyncio.timeout(seconds) as deadline:
             self._deadlines.add(deadline)
             try:
@@ -26,7 +29,10 @@ class Clock:
                 self._deadlines.discard(deadline)
 
     async def run(self, work: Awaitable[Outcome], seconds: float | None, name: str) -> Outcome:
-        """Await ``work`` and return its outcome; after ``seconds``, one of status "timeout" that names ``name``."""
+        """Await ``work`` and return its outcome; after ``seconds``, cancel it and return one of status "timeout".
+
+        Pauses are not counted. ``name`` is the subject of the outcome's error.
+        """
         try:
             async with self.limit(seconds) as deadline:
                 return await work

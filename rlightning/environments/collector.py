@@ -39,7 +39,7 @@ Instruction = Literal["done", "sync weights", "deliver", "wait"]
 
 
 class StepPlan(NamedTuple):
-    """How many of the groups in flight a step takes.
+    """How many finished groups a training step takes, and how many may be in flight.
 
     Attributes:
         num_groups: number of groups that this rank takes; over the run at most as many as the prompts that it has
@@ -57,10 +57,10 @@ class StepPlan(NamedTuple):
 
 
 class Weights(Protocol):
-    """Sends the actor's weights to the sampler."""
+    """Weight sync as the collector uses it: whether the sampler needs new weights, and a collective that sends them."""
 
     def sync_weights(self) -> None:
-        """Send the actor's weights to all engines that lack them; a collective."""
+        """Send the actor's weights to all engines that lack them; every rank must call it."""
 
     def needs_sync(self) -> bool:
         """Return, on rank 0, whether to sync during requests: no engine serves, or a restarted one needs weights."""
@@ -83,7 +83,9 @@ def rare_garbage_collection() -> Iterator[None]:
 
 
 class Collector:
-    """Keeps the prompts of all ranks in flight. Every rank constructs one, and all call its methods in the same order.
+    """Runs the prompts of all ranks through environments, on rank 0, and returns each rank its finished groups.
+
+    Every rank constructs one, and all call its methods in the same order.
 
     Args:
         runner: runs the environments, on rank 0; None on other ranks.
@@ -119,7 +121,7 @@ class Collector:
         self._wait_seconds = 0.0
 
     def begin_step(self) -> StepTotals:
-        """Begin a step, and return the totals of the step before."""
+        """Reset the counts for a new step, and return the totals of the step before."""
         totals, self.totals = self.totals, StepTotals()
         self.environments = EnvironmentTotals(self.environments.max_failed_share)
         if self._runner is not None:
@@ -130,7 +132,9 @@ class Collector:
     def generate(
         self, requests: Sequence[PromptStream], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
     ) -> list[list[Trajectory]]:
-        """Complete this rank's prompts in addition to those in flight; return their trajectories in the prompts' order.
+        """Complete this rank's prompts, and return a list of trajectories for each; every rank must call it.
+
+        Sends weights to the engines first. Groups that are in flight continue meanwhile.
 
         Args:
             requests: prompts, each with the number of its random stream.
@@ -193,7 +197,9 @@ class Collector:
         on_completed: OnCompleted | None,
         plan: StepPlan,
     ) -> list[list[Trajectory]]:
-        """Add prompts, and return finished groups, perhaps of earlier prompts (:meth:`InFlight.select_ready`).
+        """Add this rank's prompts, and return its share of finished groups of trajectories; every rank must call it.
+
+        Sends weights to the engines first. The groups may be of earlier prompts (:meth:`InFlight.select_ready`).
 
         Args:
             requests: this rank's prompts and their random streams.

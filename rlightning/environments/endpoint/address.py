@@ -10,7 +10,7 @@ LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
 def find_address(host: str) -> str:
-    """Return the address at which clients reach a server that listens on ``host``: the host itself.
+    """Return the address at which clients reach a server that listens on ``host``: the same, unless it is a wildcard.
 
     For a wildcard such as 0.0.0.0, return the address from which this host connects to others, or its loopback address.
     """

@@ -21,7 +21,10 @@ EMPTY_TEXT = {"type": "text", "text": ""}
 
 
 async def create_message(session: Session, body: JsonObject, emit: Emit) -> Reply:
-    """Answer ``/v1/messages``."""
+    """Return the policy's next turn as the response to ``/v1/messages``, Anthropic's chat API; None if it was streamed.
+
+    ``emit`` gets the events of a stream. Raises an APIError for an invalid request.
+    """
     renamed = {NAMES.get(name, name): value for name, value in body.items()}
     thinking = body.get("thinking") or {"type": "disabled"}
     if thinking != {"type": "disabled"} and "thinking" not in session.ignored:
@@ -109,7 +112,7 @@ def _event(kind: str, **fields: object) -> Event:
 
 
 class MessageWriter(BlockWriter):
-    """Writes a response of Anthropic's API, whole or as a stream, in which each tool call is one event."""
+    """Formats a turn as a response of Anthropic's API, whole or as stream events; tool calls are sent whole."""
 
     def __init__(self, stops: list[str], model: str) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ class APIError(Exception):
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Context manager that turns errors of the template, or of a request's malformed part ``what``, into APIErrors."""
+    """Context manager that raises an APIError if a request's part ``what`` is malformed or refused by the template."""
     try:
         yield
     except ConfigError as error:

@@ -17,7 +17,7 @@ SYSTEM = ("system", "developer")
 
 
 class Known(NamedTuple):
-    """A normalised message, without differences that clients introduce unintentionally.
+    """A chat message in a normal form, in which a client's messages are compared with recorded ones.
 
     The role "developer" becomes "system". Tool calls are JSON, "" for none. Reasoning counts if the client sends it.
     """
@@ -45,7 +45,7 @@ class Past(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The recorded conversation that a client's messages continue; None if the messages must be rendered from scratch.
+    """The result of :meth:`Histories.find`: a recorded conversation, or None to render all messages from scratch.
 
     The last ``num_new`` messages are not recorded yet. ``reason`` says why a branch begins, if one does.
     """
@@ -64,7 +64,7 @@ class Histories:
         """Hashes of all conversations that requests have continued; whole ones would take far more memory."""
 
     def find(self, messages: Sequence[Known], tools: str) -> Found:
-        """Find the longest recorded conversation that a client's messages continue."""
+        """Return the longest recorded conversation that a client's messages continue, and why a branch begins."""
         own = tuple(messages)
         key = hash((tools, own))
         is_repeated = key in self._asked
@@ -138,7 +138,7 @@ def describe_difference(own: Sequence[Known], past: Sequence[Known]) -> BranchRe
 
 
 def read_known(message: Message) -> Known:
-    """Normalise a message that :func:`clean` has cleaned, so that it can be compared."""
+    """Return a message in the normal form in which messages are compared; :func:`clean` has to have cleaned it."""
     calls = [
         {"name": call["function"].get("name"), "arguments": _read_arguments(call["function"].get("arguments"))}
         for call in message.get("tool_calls", ())

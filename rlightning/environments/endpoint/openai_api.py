@@ -19,7 +19,10 @@ DONE = (None, "[DONE]")
 
 
 async def complete_chat(session: Session, body: JsonObject, emit: Emit) -> Reply:
-    """Answer ``/v1/chat/completions``."""
+    """Return the policy's next turn as the response to ``/v1/chat/completions``; None if it was streamed.
+
+    ``emit`` gets the events of a stream. Raises an APIError for an invalid request.
+    """
     others = ("messages", "tools", "tool_choice")
     asked = read_parameters(body, session.policy.sampling, ignored=session.ignored, others=others)
     sample = partial(session.chat, asked, body.get("messages"), read_tools(body, session.ignored))
@@ -27,14 +30,21 @@ async def complete_chat(session: Session, body: JsonObject, emit: Emit) -> Reply
 
 
 async def complete_text(session: Session, body: JsonObject, emit: Emit) -> Reply:
-    """Answer ``/v1/completions``."""
+    """Return the policy's continuations of a prompt as the response to ``/v1/completions``; None if they were streamed.
+
+    ``emit`` gets the events of a stream. Raises an APIError for an invalid request.
+    """
     asked = read_parameters(body, session.policy.sampling, ignored=session.ignored, others=("prompt",))
     sample = partial(session.complete, asked, _read_prompt(body.get("prompt")))
     return await answer(TextWriter(session, asked), emit if asked.stream else None, sample)
 
 
 async def generate_tokens(session: Session, body: JsonObject, emit: Emit) -> Reply:
-    """Answer ``/inference/v1/generate``, vLLM's route, with tokens as renderers parses them: ``token_id:<id>``."""
+    """Return the policy's continuations of token ids as the response to ``/inference/v1/generate``, vLLM's route.
+
+    In the response tokens are named ``token_id:<id>``, as the package renderers parses them. Raises an APIError for an
+    invalid request.
+    """
     unknown = [name for name in body if name not in ("token_ids", "sampling_params", "model", "stream", "cache_salt")]
     if unknown:
         raise APIError(f"Unknown parameter: '{unknown[0]}'.", param=unknown[0], code="unknown_parameter")
@@ -63,14 +73,18 @@ async def generate_tokens(session: Session, body: JsonObject, emit: Emit) -> Rep
 
 
 def list_models(session: Session) -> JsonObject:
-    """Answer ``/v1/models``."""
+    """Return the response to ``/v1/models``: a list of one model, the policy."""
     limit = session.policy.max_length
     one = {"id": session.model, "object": "model", "created": 0, "owned_by": "rlightning", "max_model_len": limit}
     return {"object": "list", "data": [one]}
 
 
 def read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
-    """Return a request's tools. With the tool choice "none" the template gets them, but the calls stay text."""
+    """Return a request's tools, and whether calls are parsed; with the tool choice "none", calls stay text.
+
+    The chat template gets the tools in any case. Raises an APIError for malformed tools, and for a tool choice other
+    than "auto" and "none".
+    """
     choice = None if "tool_choice" in ignored else body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise APIError(
@@ -98,7 +112,7 @@ def _is_function(tool: object) -> bool:
 
 
 class CompletionWriter(EventWriter):
-    """Writes the response of a completion request."""
+    """Formats sampled turns as a response of OpenAI's completion APIs, whole or as the events of a stream."""
 
     id_prefix: str
     kind: str
@@ -140,12 +154,15 @@ class CompletionWriter(EventWriter):
 
 
 class ChatWriter(CompletionWriter):
-    """Writes the response of a chat request; in a stream, a tool call is one chunk, the last has log-probabilities."""
+    """Formats turns as a response of ``/v1/chat/completions``, whole or as stream chunks; a tool call is one chunk.
+
+    The last chunk of a choice has its log-probabilities.
+    """
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """Yield events for the new text of a choice that later tokens cannot change."""
+        """Yield events for the unsent parts of a choice's texts; ``reasoning`` and ``content`` are the texts so far."""
         if choice not in self._num_written:
             yield self._delta(choice, {"role": "assistant", "content": ""})
         new = self._take_new(choice, reasoning, content)
@@ -173,12 +190,12 @@ class ChatWriter(CompletionWriter):
 
 
 class TextWriter(CompletionWriter):
-    """Writes the response of a text completion request."""
+    """Formats sampled turns as a response of ``/v1/completions``, whole or as the events of a stream."""
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """Yield events for the new text of a choice that later tokens cannot change."""
+        """Yield events for the unsent part of a choice's text; ``content`` is the text so far."""
         _, text = self._take_new(choice, reasoning, content)
         if text:
             yield self._chunk({"index": choice, "text": text, "finish_reason": None, "logprobs": None})

@@ -131,7 +131,7 @@ def refuse_choices(body: JsonObject) -> None:
 
 
 def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperature: float | None) -> Sampling:
-    """Convert the parameters of a request to a :class:`Sampling`.
+    """Return the settings with which to sample for a request: its own parameters, and the run's where it gives none.
 
     Args:
         own: the trajectory's settings, from the run.

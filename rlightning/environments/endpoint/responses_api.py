@@ -26,7 +26,10 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 async def respond(session: Session, body: JsonObject, emit: Emit) -> Reply:
-    """Answer ``/v1/responses``."""
+    """Return the policy's next turn as the response to ``/v1/responses``, OpenAI's newer API; None if it was streamed.
+
+    ``emit`` gets the events of a stream. Raises an APIError for an invalid request.
+    """
     renamed = {NAMES.get(name, name): value for name, value in body.items() if value not in NEUTRAL.get(name, ())}
     refuse_choices(body)
     if "text" in renamed and "text" not in session.ignored:
@@ -106,7 +109,7 @@ def _read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
 
 
 class ResponseWriter(BlockWriter):
-    """Writes a response of the Responses API, whole or as a stream, in which each tool call is one part.
+    """Formats a turn as a response of OpenAI's Responses API, whole or as stream events; tool calls are sent whole.
 
     ``ids`` are the ids of the response ("resp") and its parts.
     """

@@ -159,7 +159,7 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def open(self, policy: Policy) -> AsyncIterator[Session]:
-        """Serve the session of one trajectory until the context exits.
+        """Context manager that serves the requests of one trajectory; yields its session, which has its own API key.
 
         Raises:
             LimitReachedError: the caller failed after a response said that a sequence has its maximum length.
@@ -185,7 +185,7 @@ class Endpoint:
             raise session.failure.result()
 
     def share_key(self) -> SharedKey:
-        """Return a new key for several sessions; a header of each request names its session."""
+        """Return a new API key for the requests of several sessions; each request names its session in a header."""
         shared = SharedKey()
         self._shared_keys[shared.id] = shared
         return shared
@@ -249,7 +249,7 @@ class Endpoint:
 
 
 class RouteWork:
-    """A running route, which is cancelled if the client disconnects before it ends; ``is_abandoned`` is then true."""
+    """The task that answers one request; it is cancelled, and ``is_abandoned`` set, if the client disconnects first."""
 
     def __init__(self, route: Route, session: Session, body: JsonObject, request: Request) -> None:
         self.is_abandoned = False
@@ -263,7 +263,7 @@ class RouteWork:
             one.add_done_callback(lambda _: self._events.put_nowait(None))
 
     async def next_event(self) -> Event | None:
-        """Return the next event of the route's stream; None after the last one."""
+        """Wait for the next event of the response's stream; None after the last one, or if the client disconnected."""
         event = await self._events.get()
         if self._gone.done() and not self._work.done():
             self.is_abandoned = True
@@ -273,7 +273,11 @@ class RouteWork:
         return event
 
     def result(self) -> Reply:
-        """Return the route's reply, after its last event; raises an APIError if it has failed."""
+        """Return the response's body; None if it was streamed or the client disconnected. Call it after the last event.
+
+        Raises:
+            APIError: the route failed.
+        """
         if self.is_abandoned:
             return None
         if self._work.cancelled():

@@ -36,7 +36,9 @@ class ToolUse(NamedTuple):
 
 
 class Session:
-    """Answers the requests of one trajectory; the arguments are those of :class:`Endpoint`.
+    """Answers one trajectory's requests by sampling from the policy, and records the turns.
+
+    The arguments are those of :class:`Endpoint`.
 
     Attributes:
         id: public part of the key.
@@ -85,7 +87,9 @@ class Session:
     async def chat(
         self, asked: RequestParameters, messages: object, tool_use: ToolUse, stream: TurnStream | None = None
     ) -> Answers:
-        """Sample the policy's next turn of a conversation; raises an APIError if the messages cannot be rendered.
+        """Sample the policy's next turn of a conversation, and return it, once for each choice that is asked for.
+
+        Raises an APIError if the messages cannot be rendered.
 
         Tokens are added to ``stream``, if given; the caller has to end it.
         """
@@ -110,7 +114,10 @@ class Session:
     async def complete(
         self, asked: RequestParameters, prompt: str | list[int], stream: TurnStream | None = None
     ) -> Answers:
-        """Continue a text or tokens. A text that extends an earlier text reuses the earlier tokens."""
+        """Sample continuations of a text or of token ids, and return one for each choice that is asked for.
+
+        A text that extends an earlier text reuses the earlier tokens.
+        """
         with reading("prompt"):
             history = self._tokenize(prompt) if isinstance(prompt, str) else prompt
         if not history:
