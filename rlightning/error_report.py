@@ -82,6 +82,8 @@ def is_other_rank() -> bool:
 
 
 def yield_to_rank_0() -> None:
-    """Wait briefly: if all ranks have the same error, rank 0 reports it first, and ends the others."""
+    """On ranks other than 0, sleep for a few seconds: if all ranks have the same error, rank 0 reports it first and
+    ends them.
+    """
     if is_other_rank():
         time.sleep(intervals.RANK_0_GRACE)

@@ -87,7 +87,9 @@ class RequestRefusedError(EngineError):
 
 
 class StreamLostError(RequestRefusedError):
-    """An engine died while its tokens were streamed: another engine could sample other tokens."""
+    """An engine died while its tokens were streamed. The request is not repeated: another engine could sample other
+    tokens.
+    """
 
 
 class RewardError(RunError, RuntimeError):
@@ -128,7 +130,9 @@ class WeightError(RunError, RuntimeError):
 
 
 def check_rules(rules: Mapping[str, bool]) -> None:
-    """Raise a ConfigError with the first rule that does not hold; the rule's text includes the value."""
+    """Raise a ConfigError with the text of the first rule that does not hold. ``rules`` maps each rule's text, which
+    includes the value, to whether the rule holds.
+    """
     for rule, holds in rules.items():
         if not holds:
             raise ConfigError(f"{rule}.")

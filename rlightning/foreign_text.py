@@ -43,12 +43,12 @@ def hide(references: Mapping[str, str]) -> None:
 
 
 def hidden() -> dict[str, str]:
-    """Return the secrets given to :func:`hide`, so that they can be passed to another process."""
+    """Return the replacement of each secret given to :func:`hide`, so that another process can hide them too."""
     return dict(_references)
 
 
 def without_secrets(text: str) -> str:
-    """Return a text with secrets replaced by references."""
+    """Return a text in which each secret given to :func:`hide` is replaced by its reference."""
     for secret in sorted(_references, key=len, reverse=True):  # longest first: a secret may be a part of another
         text = text.replace(secret, _references[secret])
     return text

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class RLCallback(CheckedArguments, Callback):
-    """A Lightning callback with the RL hooks.
+    """Base class of Lightning callbacks with hooks for rollout, rewards, update, engine and weight sync.
 
     ``trainer`` is the training loop: a Lightning ``Trainer``, a ``Fabric``, or a user's object; ``module`` is the
     policy. A loop that is not Lightning's calls :func:`fire` with an object that has ``callbacks``.
@@ -68,7 +68,9 @@ class RLCallback(CheckedArguments, Callback):
         """Called before the rewards are computed."""
 
     def on_reward_end(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
-        """Called when ``batch.rewards`` is set; trajectories with NaN, a failed reward, are dropped afterwards."""
+        """Called when ``batch.rewards`` is set. Trajectories with NaN, which is a failed reward, are dropped
+        afterwards.
+        """
 
     def on_update_start(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
         """Called before the first optimizer step of a rollout; ``batch.advantages`` is set."""
@@ -94,7 +96,7 @@ class RLCallback(CheckedArguments, Callback):
     def on_predict_prompt_end(
         self, trainer: Loop, module: object, prompt: "Prompt", trajectories: "list[Trajectory]"
     ) -> None:
-        """Called in a prediction when all of a prompt's trajectories are complete, before the batch is.
+        """Called in a prediction when all of a prompt's trajectories are complete; its batch may not be complete yet.
 
         Not called for every prompt: ranks may get the completions of a whole batch at once.
         """
@@ -104,7 +106,8 @@ class RLCallback(CheckedArguments, Callback):
 
 
 class RunCallback(RLCallback):
-    """Base of callbacks that keep state between steps, so that one object can be used in several runs.
+    """Base of callbacks that keep state between steps. The state is reset when a run begins, so that one object can be
+    used in several runs.
 
     A run begins with ``setup``, unless ``trainer.global_step`` is above 0, or a state has been loaded.
     """
@@ -127,7 +130,7 @@ class RunCallback(RLCallback):
             self.begin_run()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the saved state, which belongs to the run that continues."""
+        """Mark the state as loaded, so that ``setup`` does not reset it. Subclasses restore it, and call this."""
         self._is_loaded = True
 
     def on_exception(self, trainer: Loop, pl_module: object, exception: BaseException) -> None:
@@ -141,7 +144,7 @@ class RunCallback(RLCallback):
 
 
 def check_outputs(trainer: Loop, stage: str) -> None:
-    """Check that no two callbacks write to the same path, in any spelling.
+    """Raise a ConfigError if two callbacks write to the same path in a stage, in any spelling of it.
 
     Raises:
         ConfigError: names the callbacks and the path.
@@ -158,7 +161,8 @@ def check_outputs(trainer: Loop, stage: str) -> None:
 
 
 def check_repeated(callbacks: Iterable[object]) -> None:
-    """Check for duplicate callbacks: of this package, or with a state.
+    """Raise a ConfigError if a callback is listed twice, or if two have a kind of which a run has only one. Stateless
+    callbacks of other packages may be repeated.
 
     Args:
         callbacks: all callbacks of a run, distinguished by their ``state_key``, as in Lightning.
@@ -188,7 +192,9 @@ def check_repeated(callbacks: Iterable[object]) -> None:
 
 
 def fire(trainer: Loop, module: object, hook: str, *args: object) -> None:
-    """Call ``hook`` on each of ``trainer.callbacks`` that has it, in their order."""
+    """Call the method ``hook`` of each of ``trainer.callbacks`` that has it, in their order, with the trainer, the
+    module and ``args``.
+    """
     assert has(trainer, CallsHooks), f"{type(trainer).__name__} has no callbacks"
     for callback in trainer.callbacks:
         method = getattr(callback, hook, None)  # by name: a callback defines only the hooks that it needs

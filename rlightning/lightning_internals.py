@@ -81,7 +81,9 @@ def is_amid_step(fit_loop: FitLoop) -> bool:
 
 
 def given_data(trainer: Trainer, command: str) -> object:
-    """Return the loaders that a Trainer's command was given instead of a data module; None if there are none."""
+    """Return the data loaders or the data module that a Trainer's command (such as "fit") uses; None if it was given
+    neither.
+    """
     loops: dict[str, FitLoop | EvaluationLoop | PredictionLoop] = {
         "fit": trainer.fit_loop,
         "validate": trainer.validate_loop,
@@ -93,14 +95,16 @@ def given_data(trainer: Trainer, command: str) -> object:
 
 
 def is_of_tuner(callback: Callback) -> bool:
-    """Whether a method of ``Tuner`` added a callback."""
+    """Return whether a method of Lightning's ``Tuner`` has added the callback, and not the user."""
     return isinstance(callback, LearningRateFinder | BatchSizeFinder) and callback._early_exit
 
 
 def replace_signal_handling(
     trainer: Trainer, *, handler: Callable[[int, FrameType | None], None], before_batch: Callable[[], None]
 ) -> None:
-    """Replace a Trainer's handler of SIGTERM, and its check before each batch whether any rank has to stop."""
+    """Make a Trainer call ``handler`` at SIGTERM, and ``before_batch`` in place of its check before each batch whether
+    any rank has received SIGTERM.
+    """
     trainer._signal_connector._sigterm_notifier_fn = handler  # type: ignore[method-assign, assignment]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
 
@@ -111,12 +115,12 @@ def set_received_sigterm(trainer: Trainer) -> None:
 
 
 def replace_prepare_data(trainer: Trainer, prepare: Callable[[], None]) -> None:
-    """Replace the Trainer's call of the ``prepare_data`` hooks."""
+    """Make the Trainer call ``prepare`` in place of the ``prepare_data`` hooks."""
     trainer._data_connector.prepare_data = prepare  # type: ignore[method-assign]
 
 
 def restore_module_modes(trainer: Trainer, module: LightningModule) -> None:
-    """Restore the submodules' training modes from before the current evaluation, if there is one."""
+    """Set the submodules to train or eval mode as before the current evaluation; does nothing outside of one."""
     loop = trainer._active_loop
     is_evaluating = trainer.sanity_checking or trainer.evaluating or trainer.predicting
     if is_evaluating and isinstance(loop, EvaluationLoop | PredictionLoop):
@@ -216,17 +220,19 @@ def metrics_to_save_by(callback: ModelCheckpoint, trainer: Trainer) -> dict[str,
 
 
 def save_if_best(callback: ModelCheckpoint, trainer: Trainer, metrics: dict[str, Tensor]) -> None:
-    """Save a checkpoint if it is among the best ``save_top_k``."""
+    """Save a checkpoint if it is among the best ``save_top_k`` by ``metrics``. Every rank must call it."""
     callback._save_topk_checkpoint(trainer, metrics)
 
 
 def is_checked_at_epoch_end(callback: EarlyStopping, trainer: Trainer) -> bool:
-    """Return whether EarlyStopping itself checks its metric at the end of a training epoch, or not at all now."""
+    """Return whether EarlyStopping checks its metric in its own hook at the end of a training epoch, or is not to check
+    it now. If false, the check is left to a validation.
+    """
     return bool(callback._check_on_train_epoch_end) or callback._should_skip_check(trainer)
 
 
 def teardown(trainer: Trainer) -> None:
-    """Undo the set-up of a stage, as the Trainer does at its end."""
+    """Undo the set-up of a stage (fit, test, ...), as the Trainer does at the stage's end."""
     trainer._teardown()
 
 
@@ -237,7 +243,9 @@ def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def without_cuda_rng() -> Iterator[None]:
-    """Context manager in which Lightning does not read CUDA's random state, as it does on all devices in a fit."""
+    """Context manager in which a Trainer does not save and restore CUDA's random state, which it otherwise does in a
+    fit for all devices.
+    """
     trainer_module.isolate_rng = partial(isolate_rng, include_cuda=False)  # type: ignore[attr-defined]
     try:
         yield

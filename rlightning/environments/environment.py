@@ -52,10 +52,10 @@ class TrajectoryLostError(Exception):
 
 
 class Policy(Protocol):
-    """The policy in one trajectory; every sampled token is recorded unchanged."""
+    """What an environment calls to sample from the policy in one trajectory; every sampled token is recorded."""
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
-        """Sample the policy's next turn.
+        """Append messages to the trajectory, sample the policy's next turn, and return it.
 
         Args:
             observations: messages that follow the policy's last turn. In the first turn they replace the prompt, if
@@ -100,7 +100,8 @@ class Policy(Protocol):
         """
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
-        """Sample the policy's next turn from a token sequence; a rewritten history begins a new branch.
+        """Sample the policy's next turn after a token sequence, and return the sample. A sequence that extends no
+        recorded branch begins a new one.
 
         Args:
             token_ids: [L], the whole context.
@@ -111,7 +112,7 @@ class Policy(Protocol):
 
 
 class PolicyGroup(Protocol):
-    """The policy for all trajectories of one prompt."""
+    """What an environment calls to sample the trajectories of one prompt."""
 
     async def sample_all(self) -> list[Outcome]:
         """Sample one turn for each trajectory in a single request; return the outcomes, which end the trajectories."""
@@ -121,7 +122,8 @@ class PolicyGroup(Protocol):
         run: Callable[[Policy], Awaitable[Outcome]],
         places: AbstractAsyncContextManager[object] | None = None,
     ) -> list[Outcome]:
-        """Call ``run`` for each trajectory concurrently; an error or a timeout affects its own trajectory alone.
+        """Call ``run`` for each trajectory concurrently, and return the outcomes in order. An error or a timeout ends
+        its own trajectory alone; a RunError that concerns all trajectories is raised.
 
         Args:
             run: makes one trajectory.
@@ -146,7 +148,8 @@ class Places:
 
 
 class Environment:
-    """Makes trajectories; a subclass defines :meth:`run`.
+    """Base class of environments, which make trajectories from prompts by calling the policy; a subclass defines
+    :meth:`run`.
 
     An exception makes the trajectory fail, which then counts as not sampled: it enters no loss, baseline or mean. For
     mistakes of the policy, return a reward instead of raising an exception.
@@ -168,7 +171,7 @@ class Environment:
         """Free resources; called when no trajectory is running. The environment may be used again afterwards."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory."""
+        """Make one trajectory for a prompt by calling the policy, and return its outcome."""
         raise NotImplementedError(f"{type(self).__name__} does not define run(prompt, policy).")
 
     async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:

@@ -26,7 +26,8 @@ class EnvironmentTotals:
     gap: Gap = field(default_factory=Gap)
 
     def count(self, trajectories: Sequence[Trajectory], first_failure: tuple[str, str] | None) -> None:
-        """Count the failures among trajectories that have ended.
+        """Add the number of failed ones among ended trajectories to ``num_failed``; raise an error if too many have
+        failed.
 
         Args:
             first_failure: the step's first error in one line, and its traceback; None if unknown.

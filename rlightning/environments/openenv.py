@@ -76,16 +76,18 @@ class OpenEnv(Environment):
             await session.close()
 
     async def close(self) -> None:
-        """Wait until sessions that are being closed have ended."""
+        """Wait until sessions that are being closed have ended, for a few seconds at most."""
         await self._steps.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory in its own session."""
+        """Run one episode in its own session at the server, and return its outcome."""
         return await self._steps.run(prompt, policy)
 
 
 class Session:
-    """A session on a server, with the methods that :class:`StepEnvironment` calls."""
+    """One trajectory's session at an OpenEnv server: an object with ``reset`` and ``step`` for
+    :class:`StepEnvironment`.
+    """
 
     def __init__(self, settings: OpenEnv) -> None:
         self._settings = settings
@@ -107,14 +109,16 @@ class Session:
             raise ConnectionError(f"{url} cannot be reached: {cut_line(error) or type(error).__name__}") from error
 
     async def reset(self, prompt: Prompt) -> str:
-        """Start an episode, and return its first observation."""
+        """Connect to the server, start an episode for a prompt, and return the first observation as text."""
         await self.connect()
         columns = {name: prompt.columns[name] for name in self._settings.reset_columns}
         result = await self._request("reset", {"seed": prompt.index, **columns})
         return self._read_observation(result)
 
     async def step(self, message: Mapping[str, str]) -> tuple[str, float | None, bool, dict[str, float]]:
-        """Send the policy's turn as an action, and return the server's response."""
+        """Send the policy's turn as an action; return the observation as text, the reward or None, whether the episode
+        has ended, and no metrics.
+        """
         action = {**self._settings.action_fields, self._settings.action: message["content"]}
         result = await self._request("step", action)
         reward, is_done = result.get("reward"), bool(result.get("done"))
@@ -122,7 +126,7 @@ class Session:
         return text, None if reward is None else float(reward), is_done, {}
 
     async def close(self) -> None:
-        """End the session, which frees its place at the server."""
+        """End the session, if there is one, so that the server can accept another."""
         socket, self._socket = self._socket, None
         if socket is not None:
             with suppress(Exception):  # the connection is closed already

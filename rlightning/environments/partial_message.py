@@ -34,7 +34,7 @@ class TokenText:
 
 
 class PartialMessage:
-    """The message of a turn of which only the first tokens have been sampled.
+    """Parses a turn while it is sampled: the part of its reasoning and content that later tokens cannot change.
 
     Args:
         hidden_ids: tokens that are left out of the text.
@@ -81,7 +81,9 @@ class PartialMessage:
         return before != (self.reasoning, self.content)
 
     def finish(self, message: AssistantMessage) -> AssistantMessage:
-        """Return the whole message, consistent with what the client has received."""
+        """Return the message of the whole turn. A text that does not begin with the part that was already sent is
+        replaced by that part.
+        """
         return message._replace(
             content=_keep_certain(self.content, message.content),
             reasoning=_keep_certain(self.reasoning, message.reasoning or "") or message.reasoning,

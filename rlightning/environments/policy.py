@@ -110,7 +110,9 @@ class RecordedPolicy:
 
     @property
     def stream(self) -> int:
-        """The number of this trajectory's random stream."""
+        """A seed that only this trajectory has, from the sampling seed, the prompt's index, and the trajectory's number
+        in its group.
+        """
         return mix_seed(self.sampling.seed or 0, self._request.prompt.index, self._number)
 
     @property
@@ -209,7 +211,9 @@ class RecordedPolicy:
     # Checkpoints
 
     def offer(self, saved: SavedTrajectory) -> None:
-        """Store a saved trajectory for :meth:`resume`, without which the trajectory starts from scratch."""
+        """Store a trajectory from a checkpoint, to be continued by :meth:`resume`; it is discarded if a turn is sampled
+        first.
+        """
         self._resumable = saved
 
     def load(self, saved: SavedTrajectory) -> None:
@@ -223,7 +227,7 @@ class RecordedPolicy:
         self.progress = settings["progress"] and outcome_from_plain(settings["progress"])
 
     def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
-        """Return the trajectory in plain types, finished with ``outcome``. Thread-safe.
+        """Return the trajectory as ended with ``outcome``, in plain types for a checkpoint. Thread-safe.
 
         Without an outcome, return it as of its last reported state; None if no state was reported.
         """
@@ -258,7 +262,7 @@ class RecordedPolicy:
         read: Callable[[Sample], AssistantMessage] | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[RecordedTurn]:
-        """Sample turns that continue the same history, and record them. Calls may run concurrently.
+        """Sample turns that continue the same history, record and return them. Calls may run concurrently.
 
         Args:
             token_ids: [L], the history. It extends a branch if it begins with all of the branch's tokens.
@@ -311,7 +315,9 @@ class RecordedPolicy:
         self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
-        """Return the trajectory; its status is "truncated" if a limit on tokens cut a turn."""
+        """Return the recorded trajectory with its outcome. Status "finished" becomes "truncated" if a limit on tokens
+        cut the last turn.
+        """
         prompt = self._request.prompt
         is_usual = self.temperature in (None, self.sampling.temperature)
         return Trajectory(
@@ -329,7 +335,9 @@ class RecordedPolicy:
 
 
 def total_reward(outcome: Outcome) -> float | None:
-    """Return an outcome's reward, else the mean over its traces, else the sum over its turns; None without any."""
+    """Return an outcome's reward, else the sum over its turns, else the mean over its traces; None if it has none of
+    them.
+    """
     traces = read_traces(outcome.traces)
     if outcome.reward is not None:
         return outcome.reward

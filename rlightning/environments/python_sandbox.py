@@ -83,10 +83,12 @@ class SandboxResult(NamedTuple):
 
 
 class CodeRunner(Protocol):
-    """Runs programs: a :class:`PythonSandbox`, or a user's service with stronger isolation."""
+    """An object that runs programs for tools and rewards: a :class:`PythonSandbox`, or a user's safer service."""
 
     async def run(self, code: str, stdin: str = "") -> SandboxResult:
-        """Run a program. Raises an exception if the service fails, never for an error of the program."""
+        """Run a program with ``stdin`` as its input, and return its output and status. Raises an exception if the
+        service fails, never for an error of the program.
+        """
 
 
 class SandboxError(RuntimeError):
@@ -149,7 +151,9 @@ class PythonSandbox:
         return self._isolation.describe()
 
     async def run(self, code: str, stdin: str = "") -> SandboxResult:
-        """Run a program; raises a SandboxError if the sandbox fails."""
+        """Run a program with ``stdin`` as its input, and return its output and status; raises a SandboxError if the
+        sandbox fails.
+        """
         with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder:
             request = make_request(code, stdin, self.python, folder, self._isolation, self._limits)
             process = await asyncio.create_subprocess_exec(
@@ -187,7 +191,7 @@ class Isolation(NamedTuple):
     holds: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Return one line that says which mechanisms are in use."""
+        """Return one line for the log: the guarantees that hold on this host, and those that do not."""
         holding = [holds for name, (holds, _) in GUARANTEES.items() if name in self.holds]
         missing = [lacks for name, (_, lacks) in GUARANTEES.items() if name not in self.holds]
         line = "; ".join(["Python sandbox: limits on time, memory, output and file sizes", *holding])
@@ -196,7 +200,8 @@ class Isolation(NamedTuple):
 
 @lru_cache
 def probe(python: str) -> Isolation:
-    """Return the strongest isolation in which an interpreter can run a program on this host, with probed guarantees.
+    """Return the strongest isolation in which a test program runs on this host, with the guarantees that it found to
+    hold.
 
     Raises a ConfigError if no isolation works.
     """
@@ -254,7 +259,7 @@ def run_probe(python: str, isolation: Isolation, asked: dict[str, object]) -> tu
 def make_request(
     code: str, stdin: str, python: str, folder: str, isolation: Isolation, limits: dict[str, float]
 ) -> bytes:
-    """Build the request that is sent to the supervising process."""
+    """Return the request to run a program, as a line of JSON for the supervising process."""
     program = {"code": code, "stdin": stdin, "python": python, "folder": folder, "limits": limits}
     return json.dumps({**program, "isolation": isolation.names, "is_counted": isolation.is_counted}).encode() + b"\n"
 

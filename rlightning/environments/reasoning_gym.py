@@ -15,7 +15,7 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 
 class Questions(Protocol):
-    """A data set of the package reasoning-gym, which has no type hints."""
+    """A data set of the package reasoning-gym, which has no type hints: a sequence of questions that scores answers."""
 
     def __len__(self) -> int: ...
 
@@ -77,11 +77,11 @@ class ReasoningGym(Environment):
         return questions
 
     async def check(self) -> None:
-        """Raise a ConfigError if the package or the task is missing."""
+        """Raise a ConfigError if the package or the task is missing, or the task rejects its arguments."""
         await asyncio.to_thread(lambda: self._questions)
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Ask the question, and score the policy's answer."""
+        """Ask the policy the question of the prompt's index; return the outcome with the answer's score as reward."""
         questions = self._questions
         entry = await asyncio.to_thread(questions.__getitem__, prompt.index % len(questions))
         text = f"{entry['question']}\n{self.instructions}".strip()

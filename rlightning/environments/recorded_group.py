@@ -83,7 +83,7 @@ class RecordedGroup:
             self._ended[number], self._known[number] = deepcopy(outcome), outcome
 
     def save(self) -> list[SavedTrajectory | None]:
-        """Return the trajectories in plain types, for a checkpoint. Thread-safe.
+        """Return each trajectory in plain types for a checkpoint; None for one that cannot be resumed. Thread-safe.
 
         Returns:
             A running trajectory as of the last state that its environment reported; None if it reported none, so that

@@ -19,7 +19,8 @@ SHARED_TOKENS = 1024
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """The reservation of a branch for one request, which samples after a history of tokens [L] and extends the branch.
+    """A branch that one request will extend, reserved so that no concurrent request extends it too. ``history`` are the
+    tokens [L] after which the request samples.
 
     If ``branch`` is None, the request begins a new one, for ``reason``.
     """
@@ -30,7 +31,9 @@ class Reservation:
 
 
 class RecordedTurn(NamedTuple):
-    """A turn of the policy: its sample, its message, and the position ``end`` of its last token in its branch."""
+    """A turn of the policy as recorded: its sample, message and branch, and the branch's length ``end`` after it in
+    tokens.
+    """
 
     sample: Sample
     message: AssistantMessage
@@ -51,7 +54,9 @@ class Mark(NamedTuple):
 
 
 class Recorder:
-    """The branches of one trajectory in the order in which they began, and its turns in the order of their ends."""
+    """Stores one trajectory: its branches in the order in which they began, and its turns in the order in which they
+    ended.
+    """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -66,7 +71,7 @@ class Recorder:
         self.branches, self.turns, self._is_started = list(branches), list(turns), bool(branches)
 
     def mark(self) -> "Mark":
-        """Return the current point in the recording."""
+        """Return the present size of the recording, for :meth:`until`."""
         return Mark(len(self.turns), [len(branch.token_ids) for branch in self.branches])
 
     def until(self, mark: "Mark") -> tuple[list[Branch], list[Turn]]:
@@ -84,7 +89,8 @@ class Recorder:
         return {"turns": float(len(self.samples)), "branches": float(len(self.branches))}
 
     def reserve(self, history: Sequence[int], reason: BranchReason | None = None) -> Reservation:
-        """Find the branch that a request extends, and reserve it until :meth:`record` or :meth:`release`.
+        """Return a reservation for the longest free branch that a request's history extends, or for a new branch if
+        there is none. It holds until :meth:`record` or :meth:`release`.
 
         Args:
             history: [L], the request's token ids.
@@ -113,7 +119,8 @@ class Recorder:
         observations: Sequence[Message] = (),
         messages: Sequence[AssistantMessage] | None = None,
     ) -> list[RecordedTurn]:
-        """Record the samples of a request: the first extends the reserved branch, each further one begins a branch.
+        """Record the samples of a request, and return them as turns: the first extends the reserved branch, each
+        further one begins a branch.
 
         Args:
             samples: alternatives after the request's history.

@@ -36,11 +36,11 @@ COLUMN = "environment"
 
 
 class HasEnvironmentNames(Protocol):
-    """A data module whose rows may name environments."""
+    """A data module whose configuration may name the environment of its rows; the names are checked before a run."""
 
     @property
     def environment_names(self) -> dict[str, str]:
-        """The environment names of the rows, each with its configuration key."""
+        """The names of environments that the data module's configuration gives to rows, by configuration key."""
 
 
 class EnvironmentRunner:
@@ -90,7 +90,8 @@ class EnvironmentRunner:
         self._is_closed = False
 
     def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
-        """Start the trajectories of a prompt, and return at once; cancelling the future cancels them.
+        """Start the trajectories of a prompt, and return a future of them without waiting; cancelling the future
+        cancels them.
 
         The future returns the trajectories when all have ended, or raises a RunError that concerns all trajectories.
         """
@@ -121,7 +122,9 @@ class EnvironmentRunner:
         return saved if any(saved) else None
 
     def cancel(self, futures: "Collection[Future[list[Trajectory]]]") -> None:
-        """Cancel the trajectories of prompts, and wait until they have no more requests at the sampler."""
+        """Cancel the trajectories of prompts, and wait a few seconds at most until they have no more requests at the
+        sampler.
+        """
         if self._is_closed or not futures:
             return
         for future in futures:
@@ -200,7 +203,9 @@ class EnvironmentRunner:
 
 
 def read_outcomes(returned: object, num_trajectories: int) -> list[Outcome]:
-    """Validate what ``run_group`` returned: a list with one outcome for each trajectory."""
+    """Return what ``run_group`` returned as validated outcomes; raise an error unless it is one outcome for each
+    trajectory.
+    """
     if not isinstance(returned, Sequence) or len(returned) != num_trajectories:
         found = f"{len(returned)} outcomes" if isinstance(returned, Sequence) else type(returned).__name__
         raise TypeError(f"run_group() returned {found}, and has to return an Outcome for each of {num_trajectories}.")

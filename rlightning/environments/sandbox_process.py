@@ -53,7 +53,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Run the program that the request on standard input contains."""
+    """Read a request from standard input, run its program, and write the result to standard output as JSON."""
     line = sys.stdin.buffer.readline()
     if line.endswith(b"\n") and (result := run(**json.loads(line))) is not None:
         json.dump(result, sys.stdout)
@@ -94,7 +94,9 @@ def run(
 def start_program(
     code: str, stdin: str, python: str, folder: Path, is_counted: bool, limits: dict[str, float]
 ) -> subprocess.Popen[bytes]:
-    """Start the program in its folder; see :func:`run`."""
+    """Start the program in its folder, with limits and with pipes for its outputs, and return the process; see
+    :func:`run`.
+    """
     (folder / "main.py").write_bytes(code.encode(errors="surrogatepass"))
     (folder / "stdin").write_bytes(stdin.encode(errors="surrogatepass"))
     with (folder / "stdin").open("rb") as given:
@@ -114,7 +116,9 @@ def start_program(
 def watch_program(
     process: subprocess.Popen[bytes], init: Init | None, limits: dict[str, float], count_interval: float
 ) -> dict[str, str | int] | None:
-    """Collect the program's output until it exits or exceeds a limit, then kill its processes; see :func:`run`."""
+    """Wait until the program exits, exceeds a limit, or the trainer closes the request; then kill its processes. Return
+    the fields of a SandboxResult; None if the request was closed.
+    """
     assert process.stdout is not None and process.stderr is not None
     outputs = {pipe.fileno(): Output(int(limits["max_output_bytes"])) for pipe in (process.stdout, process.stderr)}
     woken, wake = os.pipe2(os.O_NONBLOCK)
@@ -162,7 +166,7 @@ class Output:
         self.head = self.tail = b""
 
     def add(self, data: bytes) -> None:
-        """Append bytes."""
+        """Append bytes; the middle of a stream that exceeds the limit is dropped."""
         room = self.half - len(self.head)
         self.size += len(data)
         self.head += data[:room]
@@ -176,7 +180,9 @@ class Output:
 
 
 class Init:
-    """Process 1 of the program's process namespace: it reaps orphans, and exits with the namespace or this process."""
+    """Starts process 1 of the program's process namespace, which reaps orphans. It exits with this process or at
+    :meth:`end`; the kernel then kills all other processes of the namespace.
+    """
 
     def __init__(self) -> None:
         reader, self._writer = os.pipe()
@@ -209,7 +215,9 @@ def become_own_user(folder: str | None) -> None:
 
 
 def enter_namespaces(has_mounts: bool) -> Init:
-    """Put this process's children into new namespaces: no network, and no other processes visible."""
+    """Put this process's future children into new namespaces (no network, no other processes visible), and return
+    process 1 of their process namespace.
+    """
     user, group = os.getuid(), os.getgid()
     flags = NEW_USER | NEW_NETWORK | NEW_PROCESSES | NEW_IPC | (NEW_MOUNTS if has_mounts else 0)
     check(libc.unshare(flags), "unshare")
@@ -284,7 +292,9 @@ def end_program(process: subprocess.Popen[bytes], init: Init | None) -> None:
 
 
 def find_status(exit_code: int, stderr: str, cpu_seconds: float) -> str:
-    """Return the status of a program that exited without being killed by this process."""
+    """Return how a program ended that this process did not kill: "timeout" of CPU time, "killed" by a signal, "memory"
+    for a MemoryError, or "finished".
+    """
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     is_over = exit_code == -signal.SIGKILL and used.ru_utime + used.ru_stime >= cpu_seconds
     if exit_code == -signal.SIGXCPU or is_over:
@@ -296,7 +306,7 @@ def find_status(exit_code: int, stderr: str, cpu_seconds: float) -> str:
 
 
 def check(result: int, call: str) -> None:
-    """Raise an OSError if a function of the C library failed."""
+    """Raise an OSError if ``result``, which the C function ``call`` returned, is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")

@@ -67,7 +67,9 @@ class SelfJudged(Environment):
         await self.environment.close()
 
     async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
-        """Make the trajectories of one prompt, and judge each."""
+        """Make the trajectories of one prompt, have the policy judge each, and return the outcomes with the scores in
+        their rewards.
+        """
         return await self.environment.run_group(prompt, _JudgedGroup(group, partial(self._score, prompt)))
 
     async def _score(self, prompt: Prompt, policy: Policy, outcome: Outcome) -> Outcome:

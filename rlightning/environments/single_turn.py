@@ -10,10 +10,10 @@ class SingleTurn(Environment):
     """One turn; a single request samples all completions of a prompt, so that the engine prefills the prompt once."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Sample one completion of the prompt."""
+        """Sample one completion of the prompt, and return an outcome without a reward."""
         await policy.chat()
         return Outcome()
 
     async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
-        """Sample all completions of a prompt in a single request."""
+        """Sample all completions of a prompt in a single request, and return outcomes without rewards."""
         return await group.sample_all()

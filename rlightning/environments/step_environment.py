@@ -26,7 +26,8 @@ RULE = "Define reset(prompt) and step(message), or gymnasium's."
 
 
 class StepEnvironment(Environment):
-    """Runs an object with ``reset`` and ``step``, which may be async. Each trajectory makes and closes its own.
+    """Runs a user's object with the methods ``reset`` and ``step``, which may be async, as an environment. Each
+    trajectory makes and closes its own object.
 
     - ``reset(prompt)`` returns None, and the policy's first turn answers the prompt; or messages (a text is a user
       message) that replace the prompt; or a tuple of either with gymnasium's ``info``.
@@ -78,7 +79,7 @@ class StepEnvironment(Environment):
             raise ConfigError(f"{self._name}: {cut_line(error)}. Change its arguments.") from error
 
     async def close(self) -> None:
-        """Wait until the objects of finished trajectories are closed."""
+        """Wait until the objects of finished trajectories are closed, for a few seconds at most."""
         await self._closing.wait()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
@@ -158,7 +159,9 @@ def check_methods(found: object, name: str) -> None:
 
 
 def read_step(returned: object) -> Step:
-    """Parse the result of ``step``: a tuple of four parts, or gymnasium's of five, with a finite reward or None."""
+    """Convert what a user's ``step`` returned, four values or gymnasium's five, to a Step; raise a TypeError or
+    ValueError if it has another form, or the reward is neither finite nor None.
+    """
     if not isinstance(returned, tuple) or len(returned) not in (4, 5):
         raise TypeError(
             f"step() returned {cut_value(returned)}, and has to return (observation, reward, done, info) or "

@@ -71,7 +71,7 @@ class SerialThread:
 
 
 class StepObject:
-    """The user's object for one trajectory, in ``made``; None until it is constructed.
+    """Calls the methods of the user's object for one trajectory. The object is ``made``; None until it is constructed.
 
     Its async methods run on the event loop, all others in one thread.
     """
@@ -81,7 +81,9 @@ class StepObject:
         self._thread = SerialThread()
 
     async def make(self, make: Callable[..., object], arguments: Mapping[str, object]) -> None:
-        """Construct the object; on the event loop if it has an async method, since it may then need the loop."""
+        """Construct the object with ``make``, and store it in ``made``. This runs in the thread, or on the event loop
+        if the object has an async method, since it may then need the loop.
+        """
 
         def make_here() -> None:
             self.made = make(**arguments)  # kept although the trajectory may have ended, so that it is closed
@@ -151,7 +153,7 @@ async def call_function(function: Callable[..., object], arguments: Mapping[str,
 
 
 def read_state(state: object, *names: str) -> JsonObject:
-    """Validate a state in a checkpoint, which must have the keys ``names``; raises a TrajectoryLostError otherwise."""
+    """Return a state from a checkpoint as a dictionary; raises a TrajectoryLostError unless its keys are ``names``."""
     if not isinstance(state, Mapping) or set(state) != set(names):
         raise TrajectoryLostError("its snapshot is another environment's", is_cause=False)
     return dict(state)
@@ -162,13 +164,15 @@ async def _call_here(function: Callable[[], T]) -> T:
 
 
 class Closing:
-    """Closes objects after their trajectories; the wait for each is short, since its methods may hang."""
+    """Closes the objects of ended trajectories without a long wait for any of them, since their methods may hang."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def close(self, *objects: StepObject) -> None:
-        """Close the objects of a trajectory."""
+        """Start to close the objects of a trajectory, and wait :data:`intervals.CANCEL_GRACE` seconds at most until
+        they are closed.
+        """
         tasks = [asyncio.ensure_future(one.close()) for one in objects]
         self._tasks.update(tasks)
         for task in tasks:

@@ -27,7 +27,9 @@ class TimedSampler(TokenSampler):
 
     @property
     def follows_schemas(self) -> bool:
-        """Whether the sampler follows JSON schemas (:class:`~rlightning.rollout.sampler.StructuredSampler`)."""
+        """Whether the sampler can constrain a turn to a JSON schema
+        (:class:`~rlightning.rollout.sampler.StructuredSampler`).
+        """
         return follows_schemas(self._sampler)
 
     @property

@@ -69,7 +69,7 @@ class ToolCallError(ValueError):
 
 
 def find_hermes_calls(text: str) -> Iterator[FoundCall]:
-    """Yield the calls ``<tool_call>{...}</tool_call>``."""
+    """Yield the tool calls that a text contains in the form ``<tool_call>{...}</tool_call>``."""
     for found in re.finditer(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", text, re.DOTALL):
         yield FoundCall(found.start(), found[1].strip(), bool(found[2]))
 
@@ -132,7 +132,8 @@ CHANNEL = re.compile(
 
 
 def split_channels(text: str) -> tuple[str | None, str, str, list[FoundCall]]:
-    """Split a turn of messages with headers into reasoning, content, content with the calls, and the calls.
+    """Split a turn of messages with headers (gpt-oss). Return its reasoning (None without any), its content, the
+    content together with the calls as written, and the calls.
 
     The header of a call names its tool (``to=functions.add``), any other header its channel.
     """
@@ -240,18 +241,20 @@ def read_message(
 
 
 class CallReader:
-    """Collects the tool ``calls`` of a turn, and the errors of malformed ones."""
+    """Collects the tool calls of one turn, and an error message for each malformed call."""
 
     def __init__(self) -> None:
         self.calls: list[ToolCall] = []
         self._errors: list[tuple[int, str]] = []
 
     def refuse(self, error: str) -> None:
-        """Record that the next call is malformed, with an error message for the policy."""
+        """Record that the next call of the turn is malformed; the policy gets ``error`` as its result."""
         self._errors.append((len(self.calls), error))
 
     def finish(self, content: str, reasoning: str | None, num_written: int) -> AssistantMessage:
-        """Return the turn's message; its text contained ``num_written`` calls, perhaps more than ``MAX_CALLS``."""
+        """Return the turn's message with the collected calls and errors. ``num_written`` is the number of calls in the
+        turn; those beyond ``MAX_CALLS`` become one error.
+        """
         if num_written > MAX_CALLS:
             self.refuse(f"A turn has at most {MAX_CALLS} tool calls: {num_written - MAX_CALLS} more were not made.")
         places, errors = zip(*self._errors, strict=True) if self._errors else ((), ())

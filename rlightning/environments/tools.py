@@ -43,7 +43,7 @@ class Tool:
 
 @dataclass
 class Counts:
-    """Counts of one trajectory; malformed calls count as tool calls and as failures."""
+    """Numbers of turns, tool calls and failed calls of a trajectory; malformed calls count as calls and failures."""
 
     turns: int = 0
     tool_calls: int = 0
@@ -63,7 +63,8 @@ class _Attempt:
 
 
 class Tools(Environment):
-    """Lets the policy call functions until it writes a turn without calls, which reward functions score.
+    """Lets the policy call Python functions until it writes a turn without calls. The environment gives no reward:
+    reward functions score the trajectory.
 
     A tool is a function with type hints and a docstring, async or not; a function that is not async runs in a thread.
     Or it is a class whose public methods are tools: each trajectory makes its own object, runs methods that are not

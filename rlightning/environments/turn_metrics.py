@@ -9,7 +9,8 @@ from rlightning.types import Trajectory
 
 @dataclass(slots=True)
 class TurnTotals:
-    """Sums over trajectories, except the single-turn trajectories that one request sampled for a group.
+    """A rank's sums of turns, tokens, seconds and tool calls over the trajectories of a step. Single-turn trajectories
+    that one request sampled for a group are left out.
 
     Attributes:
         num_trajectories: number of trajectories, trained on or not.

@@ -52,7 +52,7 @@ class Gap(NamedTuple):
         return self.total / self.num_tokens if self.num_tokens else math.nan
 
     def add(self, distances: NDArray[np.float64]) -> "Gap":
-        """Return the gap with further tokens included."""
+        """Return a new gap that includes the differences of further tokens: [n], in nats."""
         return self.merge(Gap(float(distances.sum()), len(distances)))
 
     def merge(self, other: "Gap") -> "Gap":
@@ -78,7 +78,8 @@ class TrajectoryVerifier:
         self.single_turns = Gap()
 
     async def verify(self, trajectories: Sequence[Trajectory], sampling: Sampling, version: int | None = None) -> Gap:
-        """Score trajectories again, except those with tokens of another weight version than the sampler's.
+        """Have the sampler compute the log-probabilities of trajectories again, and compare them with the recorded
+        ones. Trajectories with tokens of another weight version than the sampler's are left out.
 
         Args:
             version: weight version of the sampler; None for that of the newest tokens.
@@ -172,7 +173,9 @@ class TrajectoryVerifier:
 
 
 def check_verifiable(sampling: Sampling) -> None:
-    """Raise a ConfigError if tokens are sampled from a distribution other than the one of the sampler's scores."""
+    """Raise a ConfigError if sampling settings (temperature, top_p, top_k, min_p) change the model's distribution, for
+    which the sampler computes log-probabilities.
+    """
     for name, value in _changed_settings(sampling).items():
         raise ConfigError(
             f"rollout.verify_trajectories needs log-probabilities of the model's own distribution, which rollout."

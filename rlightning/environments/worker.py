@@ -91,7 +91,7 @@ def _read_sample(sent: Fields) -> Sample:
 
 
 class EnvironmentWorker:
-    """Makes trajectories that the trainer's process requests."""
+    """The server in a worker process: constructs an environment, and makes trajectories at the trainer's request."""
 
     def __init__(self) -> None:
         self._worker = Worker()

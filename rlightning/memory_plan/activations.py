@@ -95,7 +95,8 @@ class Decoder:
 
 @cache_by_config
 def fit_activations(config: PreTrainedConfig, decoder: Decoder, longest: int) -> tuple[Bytes, Bytes]:
-    """Return activations as a linear function of a micro-batch's tokens: [4] bytes at zero tokens, [4] for each token.
+    """Return the bytes of activations as a linear function of a micro-batch's tokens: offset and slope per token, each
+    [4] in the order of :class:`ActivationBytes`.
 
     The micro-batch has sequences of ``longest`` tokens; raises the errors of :func:`measure_activations`.
     """
@@ -115,7 +116,9 @@ def measure_activations(config: PreTrainedConfig, decoder: Decoder, tokens: int,
     """
 
     def trace_layer(kind: int, decoder: Decoder) -> tuple[Bytes, Bytes]:
-        """Return the bytes that one more layer of a kind adds, and the bytes outside of layers."""
+        """Return the bytes that each layer of a kind adds, and the bytes outside of layers: [4] each. ``kind`` is the
+        index of the kind's first layer.
+        """
         two, three = (
             _trace(reduce([kind] * number), replace(decoder, is_compiled=False), tokens, longest) for number in (2, 3)
         )
@@ -168,7 +171,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 @cache_by_config
 def trace_compiled(config: PreTrainedConfig, decoder: Decoder, tokens: int, longest: int) -> int:
-    """Return the bytes that the only layer of a :func:`shrink`-ed configuration keeps for backward if compiled."""
+    """Return the bytes that a compiled layer keeps for backward. ``config`` has only this layer (:func:`shrink`)."""
     given: dict[str, Any] = {}
     num_bytes = 0
 
@@ -313,7 +316,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def grouped_product(left: Tensor, right: Tensor, offs: Tensor, **kwargs: object) -> Tensor:
-    """Replacement for torch's grouped matrix product of experts on fake tensors of a dtype other than bfloat16."""
+    """Return an empty tensor of the shape of torch's grouped matrix product of experts, which fake tensors support only
+    in bfloat16.
+    """
     if right.ndim == 3:  # tokens times each expert's weights
         return left.new_empty(left.shape[0], right.shape[2])
     return left.new_empty(offs.shape[0], left.shape[0], right.shape[1])  # the gradient of the weights
@@ -340,7 +345,9 @@ def layer_lists(text_config: PreTrainedConfig) -> dict[str, list[object]]:
 
 
 def shrink(config: PreTrainedConfig, layers: list[int], tensor_parallel_size: int) -> PreTrainedConfig:
-    """Return a configuration with only the given layers, one rank's part of each, and a tiny vocabulary."""
+    """Return a copy of a configuration with only the given layers, a tensor-parallel rank's part of each, and a tiny
+    vocabulary.
+    """
     small = copy.deepcopy(config)
     text_config: Any = small.get_text_config()  # each architecture has its own attributes
     heads, size = text_config.num_attention_heads, tensor_parallel_size

@@ -14,7 +14,7 @@ MORE_ROOM = "spread it over more devices by rollout.engine.tensor_parallel_size,
 
 
 def advise(plan: MemoryPlan) -> list[str]:
-    """Return a sentence for each phase that does not fit in memory."""
+    """Return sentences that say which phases do not fit in memory, and what to change; empty if all fit."""
     update = advise_update(plan)
     if update and _asleep(plan).with_work(gradient_checkpointing=True).largest_microbatch() < plan.work.longest:
         return [*update, "Then plan again: the engine's room depends on it."]
@@ -69,7 +69,9 @@ def _larger_changes(plan: MemoryPlan) -> Iterator[str]:
 
 
 def advise_scoring(plan: MemoryPlan) -> list[str]:
-    """Return changes that make the forward passes for reference and old log-probabilities fit."""
+    """Return sentences that say how to make the forward passes for reference and old log-probabilities fit; empty if
+    they fit.
+    """
     if not plan.work.is_scored or (needed := plan.score().total) <= plan.device_memory:
         return []
     return [
@@ -79,7 +81,9 @@ def advise_scoring(plan: MemoryPlan) -> list[str]:
 
 
 def advise_engine(plan: MemoryPlan) -> list[str]:
-    """Return changes that make the engine, or the sampler in the trainer's process, fit together with the trainer."""
+    """Return sentences that say how to make the engine on the device, or the sampler in the trainer's process, fit
+    together with the trainer; empty if it fits.
+    """
     memory = plan.device_memory
     if plan.work.engine is None:
         return []

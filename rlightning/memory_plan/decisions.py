@@ -26,7 +26,9 @@ ACTOR = "actor"
 
 
 class PlannedRole(Protocol):
-    """The parts of a :class:`~rlightning.module.roles.ModelRole` that a plan uses."""
+    """The settings of one model of the run that a memory plan reads; a :class:`~rlightning.module.roles.ModelRole` has
+    them.
+    """
 
     optimizer: AdamWSettings | None
     config: PreTrainedConfig | None
@@ -34,14 +36,16 @@ class PlannedRole(Protocol):
 
 
 class ConfiguredModule(Protocol):
-    """The parts of a :class:`~rlightning.module.policy_module.PolicyModule` that a plan uses."""
+    """A module with its model's configuration, as a :class:`~rlightning.module.policy_module.PolicyModule` has it."""
 
     model_config: PreTrainedConfig
 
 
 @runtime_checkable
 class PlannedModule(ConfiguredModule, Protocol):
-    """The parts of an :class:`~rlightning.module.RLModule` that a plan uses."""
+    """A module whose memory can be planned: it has the batch plan, models and settings that a plan reads, as
+    :class:`~rlightning.module.RLModule` has.
+    """
 
     plan: BatchPlan | None
     compiles_layers: bool | None
@@ -52,12 +56,14 @@ class PlannedModule(ConfiguredModule, Protocol):
         """Maximum number of tokens of a sequence, by the model's position encoding."""
 
     def configure_roles(self) -> Mapping[str, PlannedRole]:
-        """Return the models of the run by role."""
+        """Return the settings of the run's models by role, such as "actor"."""
 
 
 @runtime_checkable
 class AdaptedModule(Protocol):
-    """The parts of an :class:`~rlightning.module.RLModule` with an adapter that a plan uses."""
+    """A module whose actor may have an adapter, with the settings of it that a memory plan reads, as
+    :class:`~rlightning.module.RLModule` has.
+    """
 
     adapter: LoRA | None
     kl_coef: float
@@ -68,7 +74,9 @@ class AdaptedModule(Protocol):
 
 
 def read_run(trainer: Trainer, module: object) -> Work:
-    """Return what a run computes, after its devices are set up; raises a ConfigError for unsupported settings."""
+    """Return the properties of a run on which its memory depends, after its devices are set up; raises a ConfigError if
+    they cannot be planned with.
+    """
     if not isinstance(module, PlannedModule) or module.plan is None:
         raise ConfigError(f"{type(module).__name__} has no plan of a step's batch")
     strategy, roles = trainer.strategy, dict(module.configure_roles())
@@ -117,7 +125,8 @@ def plan_run(trainer: Trainer, module: object) -> MemoryPlan:
 
 
 def check_engine(trainer: object, module: object) -> None:
-    """Raise a ConfigError if the engine cannot fit on the device even with maximum offloading.
+    """Raise a ConfigError if the engine cannot fit on the device even with maximum offloading. Without a CUDA device or
+    a plan, do nothing.
 
     The message has the arithmetic, and the keys that would help.
     """

@@ -42,7 +42,9 @@ UNITS = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 
 
 def split_device_memory(options: list[str]) -> tuple[str | None, list[str]]:
-    """Remove the option ``--device-memory`` and return its value; raises a ConfigError if it is invalid."""
+    """Return the value of the option ``--device-memory``, None without it, and the other options; raises a ConfigError
+    if the option has no value.
+    """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(OPTION, dest="size", nargs="?", const="")
     known, rest = parser.parse_known_args(options)

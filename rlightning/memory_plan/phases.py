@@ -68,7 +68,7 @@ class PhaseBytes:
 
     @property
     def engine(self) -> int:
-        """Bytes in the engine's share of the device."""
+        """Bytes of an engine's weights, activations and KV cache, which are in its share of the device."""
         return sum(size for kind, _, size in self._parts() if kind == "engine")
 
     @property
@@ -109,13 +109,15 @@ class MemoryPlan:
 
     @property
     def engine(self) -> EngineMemory:
-        """The engine's memory; access it only if there is an engine on the device."""
+        """The memory of the engine on the device, or of the sampler in the trainer's process. Access it only if there
+        is one.
+        """
         assert self.work.engine is not None
         return self.work.engine
 
     @property
     def has_engine_share(self) -> bool:
-        """Whether engines have a share of the device; a sampler in the trainer's process has none."""
+        """Whether engine processes have a share of the device; a sampler in the trainer's process has none."""
         return self.work.engine is not None and self.engine.num_engines > 0
 
     @property
@@ -126,7 +128,7 @@ class MemoryPlan:
     # The phases of a step
 
     def phases(self) -> dict[str, PhaseBytes]:
-        """Return the phases of the run by name, in their order."""
+        """Return the bytes at the peak of each phase that the run has, by the phase's name, in their order."""
         phases = {
             "sync": self.sync if self.work.rollout is not None else None,
             "generate": self.generate if self.work.engine is not None else None,
@@ -136,11 +138,13 @@ class MemoryPlan:
         return {name: count() for name, count in phases.items() if count is not None}
 
     def update(self) -> PhaseBytes:
-        """Return the peak of an update with full micro-batches."""
+        """Return the bytes at the peak of an update with full micro-batches."""
         return self.update_of(self.tokens, self.count_checkpointed_layers())
 
     def update_of(self, tokens: int, checkpointed_layers: int) -> PhaseBytes:
-        """Return the peak of an update: after a micro-batch's forward or in a layer's backward, whichever is larger."""
+        """Return the bytes at the peak of an update with micro-batches of ``tokens``: after a forward or in a layer's
+        backward, whichever is larger.
+        """
         trainer = self.trainer
         activations = trainer.activations(tokens, checkpointed_layers)
         logits, workspace = trainer.logits_chunk(tokens, has_gradient=True), trainer.attention_workspace(tokens)
@@ -170,7 +174,7 @@ class MemoryPlan:
         return self.update().total - without.total
 
     def score(self) -> PhaseBytes:
-        """Return the peak of computing log-probabilities before the update."""
+        """Return the bytes at the peak of the forward passes for reference and old log-probabilities."""
         return self._with_slack(
             replace(
                 self._models,
@@ -184,19 +188,19 @@ class MemoryPlan:
         return replace(parts, allocator_slack=int(FRESH_FRAGMENTATION * parts.transient))
 
     def sync(self) -> PhaseBytes:
-        """Return the peak of a weight sync, when an engine on the device has its weights but no KV cache yet."""
+        """Return the bytes at the peak of a weight sync: an engine on the device has weights, but no KV cache yet."""
         parts = replace(self._resting(self.away() - MODELS), gathering_window=self.trainer.gathering_window())
         return parts if self.work.engine is None else replace(parts, engine_weights=self.engine.weights)
 
     def generate(self) -> PhaseBytes:
-        """Return the peak of generation."""
+        """Return the bytes at the peak of generation, for an engine or sampler on the device."""
         return self._generate(self.away())
 
     def _generate(self, away: frozenset[str]) -> PhaseBytes:
         return self._with_awake_engine(self._resting(away))
 
     def start(self) -> PhaseBytes:
-        """Return the peak of the engine's start, while the loaded models are not yet offloaded."""
+        """Return the bytes at the peak of the engine's start, while the trainer's models are not yet offloaded."""
         return self._with_awake_engine(replace(self._models, optimizer_state=0, weight_bucket=0))
 
     def _resting(self, away: frozenset[str]) -> PhaseBytes:
@@ -273,7 +277,9 @@ class MemoryPlan:
         return (self.device_memory - beside) * 100 // self.device_memory / 100
 
     def suggested_utilization(self) -> float | None:
-        """Return the share with which all sequences fit at full length, else the available share; None for no share."""
+        """Return the share of the device for which all the engine's sequences fit at full length, or the available
+        share if that is smaller; None if not even one sequence would fit.
+        """
         engine = self.engine
         wanted = engine.weights + engine.activations + engine.max_sequences * engine.sequence
         share = min(-(-wanted * 100 // self.device_memory) / 100, self.available_utilization(), 0.95)

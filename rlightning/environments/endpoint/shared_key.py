@@ -26,7 +26,7 @@ class SharedKey:
         self._added = asyncio.Event()
 
     def is_given(self, key: str) -> bool:
-        """Compare ``key`` with this key in constant time."""
+        """Return whether ``key`` equals this key, by a comparison in constant time."""
         return hmac.compare_digest(self.key.encode(), key.encode())
 
     def add(self, name: str, session: Session) -> None:
@@ -40,7 +40,9 @@ class SharedKey:
         self._sessions.pop(name, None)
 
     async def find(self, headers: Mapping[str, str]) -> Session | None:
-        """Return the session that a request's header names; a request without the header gets any, to read only."""
+        """Return the session that a request's headers name, or any session if they name none. Wait until there is one,
+        for :data:`WAIT_SECONDS` at most; then return None.
+        """
         name = headers.get(HEADER)
         try:
             async with asyncio.timeout(WAIT_SECONDS):

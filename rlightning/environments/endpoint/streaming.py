@@ -25,22 +25,30 @@ class Answers(NamedTuple):
 
 
 class EventWriter(ABC):
-    """Writes the response to one request in an API's format, whole or as a stream, from cumulative texts."""
+    """Base class of an API's response format: converts the turns of a request to one response body or to a stream of
+    events.
+    """
 
     def __init__(self) -> None:
         self._num_written: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
 
     @abstractmethod
     def write(self, answers: Answers) -> JsonObject:
-        """Return the whole response."""
+        """Return the body of a response that is not streamed."""
 
     def begin(self, num_prompt_tokens: int) -> Iterable[Event]:
-        """Return the first events of a stream, before those of choices."""
+        """Return the events that open a stream, before those of any choice; none by default."""
         return ()
 
     @abstractmethod
     def add(self, choice: int, reasoning: str, content: str) -> Iterable[Event]:
-        """Return events for the new text of a choice that later tokens cannot change."""
+        """Return the events that append new text to a choice.
+
+        Args:
+            choice: index of the choice.
+            reasoning: all of the choice's reasoning so far that later tokens cannot change.
+            content: all of its content so far that later tokens cannot change.
+        """
 
     @abstractmethod
     def end(self, answers: Answers) -> Iterable[Event]:
@@ -54,7 +62,9 @@ class EventWriter(ABC):
 
 
 class TurnStream:
-    """Emits the events of a streamed response, beginning with its first token: earlier errors have an HTTP status."""
+    """Sends the events of a streamed response while its turns are sampled. Nothing is sent before the first token, so
+    that an earlier error can still be answered with an HTTP status.
+    """
 
     def __init__(self, writer: EventWriter, emit: Emit) -> None:
         self._writer, self._emit = writer, emit
@@ -63,7 +73,7 @@ class TurnStream:
         self._has_begun = False
 
     def expect(self, messages: Sequence[PartialMessage | None], num_prompt_tokens: int) -> None:
-        """Prepare for turns to be sampled, each with a partial message; None if only the whole turn can be parsed."""
+        """Store a parser for each turn that will be sampled; None for a turn that can only be parsed as a whole."""
         self._messages, self._num_prompt_tokens = messages, num_prompt_tokens
 
     def add_tokens(self, number: int, token_ids: Sequence[int]) -> None:
@@ -74,13 +84,15 @@ class TurnStream:
             self._emit_all(self._writer.add(number, message.reasoning, message.content))
 
     def finish(self, message: AssistantMessage) -> AssistantMessage:
-        """Return the next choice's whole message, consistent with what the client has received."""
+        """Return the next choice's whole message. A text that does not begin with the part that was already sent is
+        replaced by that part. Call it once for each choice, in their order.
+        """
         partial = self._messages[self._num_finished]
         self._num_finished += 1
         return message if partial is None else partial.finish(message)
 
     def end(self, answers: Answers) -> None:
-        """Emit the remaining events."""
+        """Emit the events that close the stream, after those that open it if there was no token."""
         self._begin()
         self._emit_all(self._writer.end(answers))
 
@@ -97,7 +109,8 @@ class TurnStream:
 async def answer(
     writer: EventWriter, emit: Emit | None, sample: Callable[[TurnStream | None], Awaitable[Answers]]
 ) -> Reply:
-    """Answer a request: with events passed to ``emit`` while turns are sampled, or in one response if ``emit`` is None.
+    """Return the response to a request as one body if ``emit`` is None; otherwise pass its events to ``emit`` while
+    turns are sampled, and return None.
 
     ``sample`` samples the turns, and adds their tokens to its argument, the stream.
     """
@@ -131,7 +144,7 @@ class BlockWriter(EventWriter):
         """Return the events that close the open block, whose whole text is ``text``."""
 
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
-        """Yield events for the new text of a choice that later tokens cannot change."""
+        """Yield the events that append new text to a choice, and those that close and open blocks."""
         new = self._take_new(choice, reasoning, content)
         for kind, text in zip(("reasoning", "content"), new, strict=True):
             if text:

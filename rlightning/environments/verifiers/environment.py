@@ -51,7 +51,7 @@ class _Servers(NamedTuple):
 
 
 class Verifiers(Environment):
-    """Runs a task set of verifiers 0.4, unchanged, in processes of a separate interpreter.
+    """Runs a task set of the package verifiers 0.4, unchanged, in server processes of a separate interpreter.
 
     Each episode is a trajectory. Sampled tokens are recorded in the trainer's process; rewards, errors and metrics come
     from verifiers. Agents that are not trainable are sampled from the policy too, but not trained on. An episode with

@@ -17,7 +17,7 @@ OVERFLOW = ("context_length_exceeded", "maximum context length")
 
 
 class Failure(BaseModel):
-    """An error that verifiers has recorded."""
+    """An error that the package verifiers reports in a trace or an episode."""
 
     type: str = ""
     message: str = ""
@@ -33,7 +33,9 @@ class Failure(BaseModel):
 
 
 class Node(BaseModel):
-    """A message of a trace, with the tokens that it adds to the previous message's."""
+    """A message of a trace. ``token_ids`` are the tokens that it adds to the previous message's; ``mask`` marks those
+    that the policy sampled.
+    """
 
     message: JsonObject = {}
     sampled: bool = False
@@ -55,7 +57,9 @@ class Node(BaseModel):
 
 
 class Call(BaseModel):
-    """A request of an agent to the policy."""
+    """A request of an agent to the policy: its finish reason or error, and the index ``node`` of the message that it
+    sampled.
+    """
 
     node: int | None = None
     finish_reason: str | None = None
@@ -70,7 +74,7 @@ class Reward(BaseModel):
 
 
 class Agent(BaseModel):
-    """The agent that a trace belongs to."""
+    """The name of the agent that a trace belongs to, and whether it may be trained."""
 
     name: str
     trainable: bool = True
@@ -117,7 +121,8 @@ class Trace(BaseModel):
         return sum(given) if given else None
 
     def match(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Return the trace's messages after the prompt as turns; those of the policy have their samples.
+        """Return the trace's messages after the prompt as turns. Those of the policy get the samples of the recorded
+        ``turns``.
 
         Raises a ValueError if the policy's messages do not match the recorded ``turns`` one to one.
         """
@@ -175,7 +180,9 @@ class EpisodeAssembly:
         self._traces: dict[str, JsonObject] = {}
 
     def apply(self, delta: JsonObject) -> bool:
-        """Add a message of the server; return whether it begins a trace."""
+        """Add a message of the server to its trace, or discard the trace if the message says so; return whether a trace
+        begins.
+        """
         name = delta["trace"]
         if delta.get("discard"):
             self._traces.pop(name, None)

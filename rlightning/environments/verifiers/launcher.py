@@ -22,7 +22,9 @@ GRACE = 10.0
 
 
 class Announcement:
-    """Replaces the queue to which the server reports its address, and sends a message to the trainer instead."""
+    """Given to verifiers' server as the queue for its address: when the address is put there, tells the trainer that
+    the server listens.
+    """
 
     def __init__(self, trainer: socket.socket, found: JsonObject) -> None:
         self.trainer, self.found, self.is_made = trainer, found, False
@@ -32,20 +34,22 @@ class Announcement:
         self.tell(self.found)
 
     def tell(self, found: JsonObject) -> None:
-        """Send a message to the trainer, only once."""
+        """Send the trainer a message as a line of JSON, unless one was sent before."""
         if not self.is_made:
             self.is_made = True
             self.trainer.sendall(json.dumps(found).encode() + b"\n")
 
 
 class Lifeline:
-    """Replaces the pipe by which the server detects its parent's exit, and waits for the trainer's exit instead."""
+    """Given to verifiers' server as the pipe that closes with its parent; waits for the trainer's exit instead."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def recv(self) -> None:
-        """Wait until the trainer has exited; kill the server later if it does not exit."""
+        """Wait until the trainer has exited, and return, so that the server ends; kill it after :data:`GRACE` seconds
+        if it has not.
+        """
         while os.read(self.descriptor, 1):
             pass
         timer = threading.Timer(GRACE, lambda: os.killpg(0, signal.SIGKILL))
@@ -54,7 +58,7 @@ class Lifeline:
 
 
 def main() -> None:
-    """Serve until the trainer exits or sends SIGTERM."""
+    """Read settings from the trainer, and run verifiers' server with them until the trainer exits or sends SIGTERM."""
     trainer, lifeline = socket.socket(fileno=int(sys.argv[-2])), int(sys.argv[-1])
     with trainer.makefile("r") as lines:
         settings = json.loads(lines.readline())
@@ -74,14 +78,15 @@ def main() -> None:
 
 
 def serve(config: JsonObject, address: str, announcement: Announcement, lifeline: Lifeline) -> None:
-    """Run the server in this process."""
+    """Run verifiers' server in this process until it ends."""
     from verifiers.v1.serve import serve_env
 
     serve_env(max_workers=1, address=address, address_queue=announcement, death_pipe=lifeline, config_data=config)
 
 
 def run_here(config: JsonObject) -> list[str]:
-    """Set each agent's harness to run as a process of this host unless configured otherwise; return the roles' names.
+    """Change ``config`` so that agents' harnesses run as processes of this host where it names no other runtime; return
+    the agents' names.
 
     Verifiers' own default is a remote service.
     """

@@ -91,7 +91,9 @@ class EnvironmentServer:
         return None if self._process is None else self._process.pid
 
     async def start(self, num_tasks: int = 0) -> Announcement:
-        """Start the server process; raises a ConfigError if it does not start."""
+        """Start the server process, wait until it listens, and return its first message; raises a ConfigError if it
+        fails.
+        """
         import zmq
         import zmq.asyncio
 
@@ -143,7 +145,9 @@ class EnvironmentServer:
 
     @asynccontextmanager
     async def running(self, request: JsonObject) -> AsyncIterator["asyncio.Queue[Event]"]:
-        """Context manager that runs a task and yields the queue of its messages; exiting early cancels the task."""
+        """Context manager that starts a task and yields the queue of its messages; exiting before the last message
+        cancels the task.
+        """
         name = secrets.token_hex(8)
         events = self.runs[name] = asyncio.Queue()
         try:
