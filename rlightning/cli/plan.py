@@ -124,7 +124,7 @@ def parse_work(args: list[str]) -> Work:
     prompt_tokens = arguments(config["data"]).get("max_prompt_tokens") or default_prompt_limit(positions, new_tokens)
     if new_tokens is not None:
         batch.check_sequence_length(prompt_tokens, new_tokens, positions, describe_length_limit(model_config))
-    return work.beside(callbacks, prompt_tokens)
+    return work.with_callbacks(callbacks, prompt_tokens)
 
 
 def read_roles(kind: type, model: Arguments) -> Iterator[RoleMemory]:

@@ -106,7 +106,7 @@ def read_run(trainer: Trainer, module: object) -> Work:
     data = trainer.datamodule if has(trainer, HasData) else None
     max_prompt_tokens = data.max_prompt_tokens if has(data, HasPromptLimit) else None
     callbacks = trainer.callbacks if module.generates else ()  # type: ignore[attr-defined]  # set by a connector
-    return work.beside(callbacks, max_prompt_tokens or PROMPT_TOKENS)
+    return work.with_callbacks(callbacks, max_prompt_tokens or PROMPT_TOKENS)
 
 
 def plan_run(trainer: Trainer, module: object) -> MemoryPlan:

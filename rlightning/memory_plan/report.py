@@ -15,7 +15,7 @@ TOLERANCE = 0.04
 
 
 def format_plan(plan: MemoryPlan) -> str:
-    """Return the output of ``rlightning plan``."""
+    """Return a memory plan as the text that ``rlightning plan`` prints."""
     parts = [describe(plan), format_phases(plan), format_limits(plan)]
     if plan.work.engine is not None:
         parts.append(describe_engine(plan))
@@ -23,7 +23,7 @@ def format_plan(plan: MemoryPlan) -> str:
 
 
 def conclude(plan: MemoryPlan) -> str:
-    """Return whether the plan fits, and what to change if it does not fit or barely fits."""
+    """Return the closing text of a plan: that everything fits, or advice if it does not fit or only just fits."""
     advice, heading = advise(plan), []
     if not advice:
         advice = advise(replace(plan, device_memory=int((1 - TOLERANCE) * plan.device_memory)))
@@ -34,7 +34,7 @@ def conclude(plan: MemoryPlan) -> str:
 
 
 def describe(plan: MemoryPlan) -> str:
-    """Return two lines about the model, the device and the batch of the plan."""
+    """Return lines about the plan: actor, precision, ranks and device memory; the batch; and other trained models."""
     work, parallelism, others = plan.work, plan.work.parallelism, describe_others(plan)
     return (
         f"{work.config.model_type} of {plan.trainer.weights.total:,} parameters, {work.precision}, "
@@ -46,7 +46,9 @@ def describe(plan: MemoryPlan) -> str:
 
 
 def describe_others(plan: MemoryPlan) -> str:
-    """Return what trained models beside the actor take, and which models are of unknown size; "" if there are none."""
+    """Return a text with the GiB that each trained model other than the actor adds to the update, and the names of
+    models of unknown size; "" if there are none.
+    """
     trained = [role.name for role in plan.work.others if role.config is not None and role.optimizer_states is not None]
     unknown = [role.name for role in plan.work.others if role.config is None]
     parts = [f"{name} {plan.update_bytes_of(name) / GIB:.1f} GiB of the update" for name in trained]
@@ -54,7 +56,7 @@ def describe_others(plan: MemoryPlan) -> str:
 
 
 def describe_spread(parallelism: Parallelism) -> str:
-    """Return a clause about how models are distributed over ranks; "" for a single rank."""
+    """Return a clause such as ", shards of 8" about how models are distributed over ranks; "" if they are not."""
     spread = {"single": "", "ddp": ", a copy each", "fsdp": f", shards of {parallelism.shard_size}"}[parallelism.kind]
     if parallelism.tensor_parallel_size > 1:
         spread += f", tensor-parallel over {parallelism.tensor_parallel_size}"
@@ -62,7 +64,9 @@ def describe_spread(parallelism: Parallelism) -> str:
 
 
 def describe_checkpointing(plan: MemoryPlan) -> str:
-    """Return the setting of checkpointing, with the number of layers that "auto" chooses."""
+    """Return the value of ``gradient_checkpointing`` as text; for "auto" with the number of layers that the plan
+    checkpoints.
+    """
     setting = plan.work.gradient_checkpointing
     if setting != "auto":
         return str(setting).lower()
@@ -70,14 +74,14 @@ def describe_checkpointing(plan: MemoryPlan) -> str:
 
 
 def describe_phases(plan: MemoryPlan) -> str:
-    """Return one line with the total of each phase."""
+    """Return one line with the total GiB of each phase, the device's memory, and what other trained models take."""
     sizes = (f"{TITLES.get(phase, phase)} {parts.total / GIB:.1f}" for phase, parts in plan.phases().items())
     others = describe_others(plan)
     return f"{', '.join(sizes)} of {plan.device_memory / GIB:.1f} GiB" + (f" ({others})" if others else "")
 
 
 def sum_up(phase: str, parts: PhaseBytes) -> str:
-    """Return one line with the total bytes of a phase, and its parts."""
+    """Return one line that adds up a phase: the GiB of each of its parts, and their total."""
     sizes = " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.by_name().items())
     return f"GiB in {phase}: {sizes} = {parts.total / GIB:.1f}"
 
@@ -96,7 +100,9 @@ def format_phases(plan: MemoryPlan) -> str:
 
 
 def format_limits(plan: MemoryPlan) -> str:
-    """Return lines with the largest update that is possible for each limiting setting."""
+    """Return a table of what fits with and without gradient checkpointing (and FSDP's ``reshard_after_forward``): the
+    GiB of an update, the largest micro-batch and the longest sequence, in tokens.
+    """
     parallelism = plan.work.parallelism
     is_sharded = parallelism.kind == "fsdp"
     rows = [["gradient_checkpointing", *(["reshard_after_forward"] if is_sharded else [])]]
@@ -113,14 +119,18 @@ def format_limits(plan: MemoryPlan) -> str:
 
 
 def describe_moved(plan: MemoryPlan) -> str:
-    """Return a line about the parts that are offloaded to the host while the engine is awake; "" if there are none."""
+    """Return a clause that names the parts offloaded to the host while the engine is awake, with their total GiB; "" if
+    there are none.
+    """
     moved = plan.moved()
     names = " and ".join(moved.by_name())
     return f"the host's memory holds {names} ({moved.total / GIB:.1f} GiB)" if moved.total else ""
 
 
 def describe_engine(plan: MemoryPlan) -> str:
-    """Return lines about how the engine uses its share, and the suggested share."""
+    """Return lines about the GiB of the engine's weights and KV cache, and how many sequences fit. For an engine with a
+    share of the device, they end with a suggested ``gpu_memory_utilization``.
+    """
     engine, memory = plan.engine, plan.device_memory
     moved = describe_moved(plan)
     if not plan.has_engine_share:
@@ -145,7 +155,7 @@ def describe_engine(plan: MemoryPlan) -> str:
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
-    """Return a text table with its first column aligned left, and numbers right."""
+    """Return rows of cells as a text table: the first column aligned left, the others aligned right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

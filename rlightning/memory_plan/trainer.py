@@ -94,11 +94,11 @@ class TrainerMemory:
     # Memory that is used in all phases
 
     def parameters(self) -> int:
-        """Return the bytes of trained parameters."""
+        """Return the bytes of trained parameters on the device; 0 if they are offloaded to the host."""
         return 0 if self._is_on_host else self._held
 
     def frozen_models(self) -> int:
-        """Return the bytes of frozen parameters: those of other models, and of an adapter's base."""
+        """Return the bytes of frozen parameters on the device: those of other models, and of an adapter's base."""
         if self._is_on_host:
             return 0
         frozen = (role.config for role in self.work.others if role.optimizer_states is None)
@@ -117,14 +117,16 @@ class TrainerMemory:
         return codes + itemsize * (self.weights.held - sum(math.prod(sizes) for sizes in layers))
 
     def optimizer_state(self) -> int:
-        """Return the bytes of AdamW's two moments between steps."""
+        """Return the bytes of AdamW's two moments on the device between steps; 0 if they are kept on the host."""
         if self._is_state_on_host:
             return 0
         itemsize = self.work.master_itemsize
         return sum(int(bytes_per_parameter(states, itemsize) * weights.held) for weights, states in self._trained)
 
     def moments_at_a_time(self) -> int:
-        """Return the bytes of the moments that an optimizer step decodes, or copies to the device, at the same time."""
+        """Return the peak bytes of the moments that an optimizer step unpacks on the device because they are stored in
+        a compact format or on the host; 0 if there are none.
+        """
         if self._is_on_host:
             return 0
         number = 2 * self.work.master_itemsize
@@ -145,7 +147,9 @@ class TrainerMemory:
     # Memory of single phases
 
     def gathered_parameters(self) -> int:
-        """Return the bytes that FSDP has gathered at the same time: embedding, output layer, and two layers or all."""
+        """Return the peak bytes of parameters that FSDP holds gathered: those outside of layers, and two layers, or all
+        layers without ``reshard_after_forward``; 0 without FSDP.
+        """
         parallelism = self.work.parallelism
         if parallelism.kind != "fsdp":
             return 0
@@ -165,7 +169,9 @@ class TrainerMemory:
         return plan_chunks(self.weights.shapes, dtype, rollout.bucket_bytes)[1]
 
     def gathering_window(self) -> int:
-        """Return the bytes of the buffer in which shards are gathered or matrices are decoded for a weight sync."""
+        """Return the bytes of the buffers in which a weight sync gathers FSDP's shards or dequantises matrices; 0 if it
+        does neither.
+        """
         rollout, parallelism = self.work.rollout, self.work.parallelism
         if self.work.adapter is not None and self.work.adapter.quantize_base is not None:
             return self.weight_bucket() + self._decoding()
@@ -176,12 +182,12 @@ class TrainerMemory:
         return window if holders == 1 else int((1 + 1 / holders) * window)
 
     def logits_chunk(self, tokens: int, *, has_gradient: bool) -> int:
-        """Return the bytes of a chunk of logits [C, V], in the forward's dtype, which its gradient overwrites.
+        """Return the bytes needed to compute log-probabilities of ``tokens`` tokens in chunks of logits [C, V].
 
-        Included are the selected hidden states [T, E] with their gradient, the output layer's gradient [V, E] in
-        float32, and under autocast its weights in bfloat16. The gradient may be cast at the end, when the logits are
-        freed. With truncated sampling, the logits of each token's support (the tokens that top-p and top-k leave) are
-        added.
+        These are one chunk in the forward's dtype, which its gradient overwrites, and the selected hidden states [T, E]
+        with their gradient, the output layer's gradient [V, E] in float32, and under autocast its weights in bfloat16.
+        The gradient may be cast at the end, when the logits are freed. With truncated sampling, the logits of each
+        token's support (the tokens that top-p and top-k leave) are added.
         """
         work, head, text_config = self.work, self.weights.head, self.work.config.get_text_config()
         row: int = work.compute_itemsize * -(-text_config.vocab_size // work.parallelism.tensor_parallel_size)
@@ -197,7 +203,8 @@ class TrainerMemory:
         return 2 * states + 4 * head + max(chunk, cast) + supports
 
     def layer_backward(self, activations: ActivationBytes) -> int:
-        """Return the bytes of a layer's backward beyond the kept activations, without attention's workspace.
+        """Return the peak bytes that one layer's backward pass needs in addition to the activations kept from the
+        forward pass. Attention's workspace is not included.
 
         With a tied embedding the output layer's gradient stays until the end of the backward. FSDP has a layer's full
         gradients twice: as they were computed, and in float32 for the reduction over the ranks.
@@ -224,9 +231,10 @@ class TrainerMemory:
         return 4 if self.work.is_autocast else self.work.compute_itemsize
 
     def activations(self, tokens: int, checkpointed_layers: int = 0) -> ActivationBytes:
-        """Return the bytes of the actor's activations for a micro-batch, with the first layers checkpointed.
+        """Return the bytes of the actor's activations for a micro-batch of ``tokens`` tokens if its first
+        ``checkpointed_layers`` layers are checkpointed.
 
-        The backward begins with the other layers, which therefore determine its peak.
+        The backward pass begins with the other layers, which therefore determine its peak.
         """
         config, adapter = self.work.config, self.work.adapter
         traced = self._trace(config, tokens, is_checkpointed=checkpointed_layers == self.num_layers, adapter=adapter)
@@ -236,7 +244,8 @@ class TrainerMemory:
         return ActivationBytes(*traced.tolist())
 
     def others_activations(self, tokens: int, checkpointed_layers: int = 0) -> int:
-        """Return the bytes that other trained models keep for the joint backward pass of a micro-batch.
+        """Return the bytes of activations that trained models other than the actor keep until a micro-batch's backward
+        pass, in which all models take part.
 
         With "auto" they checkpoint the same share of their layers as the actor.
         """

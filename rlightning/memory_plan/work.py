@@ -31,7 +31,9 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def read_precision(name: object) -> Precision:
-    """Return Lightning's name of a precision; raises a ConfigError for one that a plan does not support."""
+    """Return Lightning's full name of a precision, such as "bf16-mixed" for "bf16"; raise a ConfigError if a memory
+    plan does not support it.
+    """
     if str(name) not in PRECISIONS:
         raise ConfigError(f"trainer.precision={name} cannot be planned. Use bf16-mixed, bf16-true or 32-true.")
     return PRECISIONS[str(name)]
@@ -58,7 +60,7 @@ class RolloutMemory:
 
 @runtime_checkable
 class PlannedRollout(Protocol):
-    """The parts of a rollout callback that a plan uses."""
+    """What a memory plan needs of a rollout callback: its sampling settings, and the memory that sampling takes."""
 
     sampling: Sampling
 
@@ -68,7 +70,7 @@ class PlannedRollout(Protocol):
 
 @runtime_checkable
 class PlannedOffload(Protocol):
-    """A callback that offloads parts of the trainer's memory to the host."""
+    """What a memory plan needs of a callback that offloads parts of the trainer's memory to the host: their names."""
 
     @property
     def moved_each_step(self) -> frozenset[str]:
@@ -98,7 +100,7 @@ class Parallelism:
 
     @classmethod
     def of(cls, strategy: Strategy, ranks: int) -> "Parallelism":
-        """Read the parallelism from a strategy whose devices are set up."""
+        """Return how a strategy distributes models over ``ranks`` ranks; the strategy's devices must be set up."""
         if isinstance(strategy, FSDP):
             return cls(
                 kind="fsdp",
@@ -117,7 +119,7 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMemory:
-    """A model other than the actor, such as a reference or a critic.
+    """The properties of a model other than the actor, such as a reference or a critic, that its memory depends on.
 
     Attributes:
         name: name of the model's role.
@@ -166,8 +168,9 @@ class Work:
     rollout: RolloutMemory | None = None
     moved_each_step: frozenset[str] = frozenset()
 
-    def beside(self, callbacks: Iterable[object], max_prompt_tokens: int) -> "Work":
-        """Return the same work with the memory that callbacks add or free: sampling completions, offloading.
+    def with_callbacks(self, callbacks: Iterable[object], max_prompt_tokens: int) -> "Work":
+        """Return a copy of these properties that includes callbacks' effects: the memory of sampling, the longest
+        sequence with its completion, and the parts that are offloaded to the host.
 
         Raises a ConfigError if the engines cannot be planned.
         """
@@ -182,12 +185,12 @@ class Work:
 
     @property
     def engine(self) -> EngineMemory | None:
-        """The engines that share a rank's device; None if there are none."""
+        """The memory of the engines that share a rank's device; None if there are none."""
         return None if self.rollout is None else self.rollout.engine
 
     @property
     def master_itemsize(self) -> int:
-        """Bytes of a stored parameter, and of its gradient."""
+        """Bytes of an element of a trained parameter, and of its gradient."""
         return 2 if self.precision == "bf16-true" else 4
 
     @property
@@ -197,7 +200,9 @@ class Work:
 
     @property
     def is_autocast(self) -> bool:
-        """Whether autocast casts weights layer by layer; FSDP instead gathers them in the forward's dtype."""
+        """Whether autocast casts float32 weights to bfloat16 in each layer; False with FSDP, which casts them when it
+        gathers them.
+        """
         return self.precision == "bf16-mixed" and self.parallelism.kind != "fsdp"
 
     @property

@@ -34,7 +34,7 @@ READ = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """The user's settings of an adapter: it trains low-rank additions to frozen matrices (LoRA, arXiv:2106.09685).
+    """The user's settings of a LoRA adapter (arXiv:2106.09685), which trains low-rank additions to frozen matrices.
 
     Attributes:
         rank: rank of the low-rank additions; None for that of the folder ``path``, or 32.
@@ -72,7 +72,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRA:
-    """An adapter whose settings have been resolved for a model.
+    """An adapter resolved for a model: the user's settings, with all defaults and the adapted layers filled in.
 
     Attributes:
         rank: see :class:`Adapter`.
@@ -106,7 +106,7 @@ class LoRA:
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, int]]]:
-        """The shapes of the adapter's weights, by their names in PEFT's files."""
+        """The name in PEFT's files and the shape of each of the adapter's weights."""
         found: list[tuple[str, tuple[int, int]]] = []
         for name, (outputs, inputs) in self.modules.items():
             found.append((stored_name(name, "A"), (self.rank, inputs)))
@@ -145,7 +145,8 @@ def import_peft() -> ModuleType:
 
 
 def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> LoRA:
-    """Return an adapter's settings for a model, from the model's configuration and the adapter's folder alone.
+    """Return the user's settings of an adapter, resolved for a model: rank, scaling and adapted layers. The model
+    itself is not loaded.
 
     Raises:
         ConfigError: a layer does not exist in the model or cannot be adapted, or the folder's adapter has another base
@@ -235,7 +236,9 @@ def is_match(name: str, target: str) -> bool:
 
 
 def shorten(modules: Mapping[str, object], layers: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the shortest name endings that match only these modules; their full names if there are none."""
+    """Return the last parts of the modules' names, such as ``q_proj``, if no other layer's name ends with them;
+    otherwise the full names.
+    """
     ends = sorted({name.rpartition(".")[2] for name in modules})
     meant = {name for name in layers if name.rpartition(".")[2] in ends}
     return tuple(ends if meant == modules.keys() else modules)

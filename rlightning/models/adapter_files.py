@@ -42,7 +42,8 @@ def base_digest(model: str) -> str:
 
 
 def check_files(shapes: Mapping[str, tuple[int, int]], folder: Path, model: str) -> None:
-    """Check that a folder's weights have the names and ``shapes`` of an adapter, without reading the values.
+    """Raise a ConfigError unless the adapter's weights in a folder have the expected names and ``shapes``, and were
+    trained on this base model. The values are not read.
 
     Raises:
         ConfigError: a weight is missing, unknown or of another shape (the first one is named), or the adapter was

@@ -31,7 +31,7 @@ PERTURBATION = 0.2
 
 
 class AdaptedLinear(nn.Module):
-    """The attributes of PEFT's ``lora.Linear`` that this package uses."""
+    """The type of a linear layer that PEFT has wrapped (``lora.Linear``): the attributes that this package uses."""
 
     base_layer: nn.Linear | CodedLinear
     lora_A: Mapping[str, nn.Linear]  # noqa: N815  # PEFT's names
@@ -68,9 +68,10 @@ def adapted_layers(policy: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
 
 @torch.no_grad()
 def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
-    """Set the adapter's initial values: those of its folder, or random numbers for ``A`` and zeros for ``B``.
+    """Set the adapter's initial values: those of its folder, or random numbers for ``A`` and zeros for ``B``. Every
+    rank must call it.
 
-    A collective; the values do not depend on the number of ranks.
+    The values do not depend on the number of ranks.
     """
     stored = None if lora.start is None else read_weights(lora.start)
     if broken := find_not_finite((stored or {}).items()):
@@ -109,9 +110,10 @@ def adapter_off(policy: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def merged_forward(policy: nn.Module) -> Iterator[None]:
-    """Context manager in which layers multiply by the merged matrix in the base's dtype, as such engines do.
+    """Context manager in which each adapted layer multiplies by its base matrix with the adapter merged into it, as an
+    engine does that is sent merged weights.
 
-    The merged matrix is rounded, unlike in training.
+    The merged matrix is rounded to the base's dtype. Training instead adds the products of base and adapter.
     """
 
     def forward(layer: AdaptedLinear, x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -133,9 +135,9 @@ def merged_forward(policy: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, with the adapter merged, under the base model's names, one at a time.
+    """Yield the weights, with the adapter merged, under the base model's names, one at a time; every rank must iterate.
 
-    Sharded weights stay sharded; a collective, since ``A`` is gathered.
+    Sharded weights stay sharded; ``A`` is gathered.
     """
     layers = dict(adapted_layers(policy))
     for name, weight in named_weights(policy):
@@ -144,9 +146,11 @@ def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def computed_weights(policy: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """Return, by the base model's names, functions for the weights that must be computed to be written or sent.
+    """Return functions that compute the weights that are not stored in the form in which they are written or sent; the
+    keys are the base model's weight names.
 
-    These are matrices into which the adapter is merged, and dequantised matrices. The functions are collectives.
+    These are matrices into which the adapter is merged, and dequantised matrices. The functions are collectives: every
+    rank must call them.
     """
     coded = {name: module for name, module in policy.named_modules() if isinstance(module, CodedLinear)}
     computed: dict[str, Callable[[], Tensor]] = {
@@ -157,7 +161,7 @@ def computed_weights(policy: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 @torch.no_grad()
 def merge(layer: AdaptedLinear) -> nn.Parameter:
-    """Return a layer's matrix with its adapter merged, in float32, sharded like the base's matrix."""
+    """Return a layer's matrix with its adapter merged, in float32, sharded like the base's; every rank must call it."""
     base, a, b = layer.base_layer.weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
     local = local_tensor(base.detach())
     whole = torch.empty(a.shape, dtype=torch.float32, device=local.device)
@@ -167,7 +171,7 @@ def merge(layer: AdaptedLinear) -> nn.Parameter:
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return ``W + s B A`` in float32, even under autocast or with TF32 enabled."""
+    """Return ``weight + scaling * b @ a`` in float32, even under autocast or with TF32 enabled."""
     with torch.autocast(weight.device.type, enabled=False), exact_float32():
         return torch.add(weight.float(), b.float() @ a.float(), alpha=scaling)
 
@@ -175,7 +179,9 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 @contextmanager
 @torch.no_grad()
 def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
-    """Context manager that adds noise to each ``B``, equal on all ranks, which clearly changes the layer's output."""
+    """Context manager that adds noise to each layer's factor ``B``, which clearly changes the layer's output, and then
+    restores ``B``. The noise is the same on all ranks, and every rank must enter it.
+    """
     random = torch.Generator().manual_seed(0)
     saved: list[tuple[Tensor, Tensor]] = []
     try:
@@ -192,9 +198,10 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
 
 
 def perturbation_sizes(policy: nn.Module) -> list[float]:
-    """Return for each ``B`` the scale of noise at which ``s B A`` has ``PERTURBATION`` times the base matrix's norm.
+    """Return the scale of the noise for each layer's ``B`` with which the product ``s B A`` changes by about
+    :data:`PERTURBATION` times the norm of the base matrix.
 
-    A collective over the shards of all ranks.
+    A collective over the shards of all ranks: every rank must call it.
     """
     layers = [layer for _, layer in adapted_layers(policy)]
     sums: list[Tensor] = []

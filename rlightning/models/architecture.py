@@ -42,7 +42,8 @@ _WAY_OUT = "Choose a model that mixes tokens by plain causal attention, such as 
 
 
 def check_config(model: str, config: PreTrainedConfig) -> None:
-    """Raise a ConfigError for a feature of an architecture that packed sequences or fused log-probabilities lack.
+    """Raise a ConfigError if a model cannot be trained: it is no causal language model, is quantised, or has a feature
+    that packed sequences or log-probabilities in chunks do not support.
 
     The message names the feature. Weights are not needed.
     """
@@ -118,7 +119,9 @@ def check_policy(model: str, policy: PreTrainedModel) -> None:
 
 
 def not_finite(model: str, names: Sequence[str]) -> ConfigError:
-    """Return the error for a model whose results are not finite because the named weights are not."""
+    """Return a ConfigError which says that the weights ``names`` are NaN or infinite; without names, that the logits
+    are, though all weights are finite.
+    """
     found = "computes NaN or infinite logits from finite weights"
     if names:
         found = f"has NaN or infinite values in {len(names)} of its weights, such as '{names[0]}'"
@@ -126,7 +129,8 @@ def not_finite(model: str, names: Sequence[str]) -> ConfigError:
 
 
 def check_architecture(model: str, config: PreTrainedConfig) -> None:
-    """Do the check of :func:`check_policy` with two small random layers of the same architecture, on the CPU.
+    """Raise a ConfigError if packing changes the results of two small layers of the architecture with random weights.
+    It is the check of :func:`check_policy`, on the CPU.
 
     Used for sharded models. The config is not modified.
     """
@@ -135,7 +139,8 @@ def check_architecture(model: str, config: PreTrainedConfig) -> None:
 
 @cache_by_config
 def can_share_prefixes(config: PreTrainedConfig, device_type: str = "cpu") -> bool:
-    """Return whether shared prefixes may be computed once, by comparing results and gradients on two small layers.
+    """Return whether a prefix that several sequences share may be computed once: whether results and gradients of two
+    small layers of the architecture stay the same up to rounding.
 
     False for models that mix tokens other than by attention, such as by convolutions or linear attention. On CUDA,
     bfloat16 is tested too, since it has its own kernel.
@@ -203,7 +208,9 @@ def _build_small(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def describe_traits(config: PreTrainedConfig) -> list[str]:
-    """Return an architecture's unusual features, which may be the cause if actor and engine disagree."""
+    """Return short descriptions of an architecture, such as "latent attention", for an error that actor and engine
+    disagree.
+    """
     scaled = sorted({rope["rope_type"] for rope in scaled_ropes(config)})
     layers = sorted(_layer_types(config) - {"full_attention"})
     policy = build_empty(config)

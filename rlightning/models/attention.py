@@ -186,7 +186,9 @@ def varlen_obstacle(
 
 
 def kernel_obstacle(dtype: torch.dtype, head_size: int, value_size: int | None = None) -> str | None:
-    """Return why ``varlen_attn`` cannot be used on a GPU for which its kernel is built; None if it can be used."""
+    """Return why ``varlen_attn`` cannot compute attention of this dtype and head size, on a GPU that it supports; None
+    if it can.
+    """
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in {str(dtype).removeprefix('torch.')}"
     if head_size > MAX_HEAD_SIZE or head_size % 8:
@@ -250,7 +252,9 @@ def padded_attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute attention with ``scaled_dot_product_attention`` on padded sequences; see :func:`varlen_attention`."""
+    """Compute attention over packed sequences by padding them for ``scaled_dot_product_attention``. Arguments and
+    result are those of :func:`varlen_attention`.
+    """
     bounds, longest = _pair(cu_seqlens), _pair(max_length)
     is_suffix = isinstance(cu_seqlens, tuple)
     rows = _padded_rows(q.shape[0], bounds[0], longest[0])

@@ -49,7 +49,9 @@ USUAL_FACTOR = 4
 def cache_by_config(
     function: Callable[Concatenate[PreTrainedConfig, P], R],
 ) -> Callable[Concatenate[PreTrainedConfig, P], R]:
-    """Cache a function's results by the content of a model's configuration and by its other, hashable arguments."""
+    """Return a function that caches the results of ``function`` by the content of a model's configuration and by its
+    other, hashable arguments.
+    """
     results: dict[Hashable, R] = {}
 
     @wraps(function)
@@ -106,11 +108,12 @@ def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> i
 
 
 def path_share(config: PreTrainedConfig, *, copies_all: bool = False) -> float:
-    """Return an upper bound on the memory that each sequence needs for a token of a shared prefix.
+    """Return an upper bound on the memory that each further sequence needs for a token of a shared prefix, as a share
+    of the memory that layers keep for a token's backward pass.
 
-    The bound is a share of the memory that layers keep for a token's backward pass. Layers with a window copy the
-    token's key and value, and with ``copies_all`` all layers do. Layers keep at least key, value, query, the result of
-    attention, four hidden states and three inner states of the feed-forward.
+    Layers with a window copy the token's key and value for each sequence, and with ``copies_all`` all layers do. Layers
+    keep at least key, value, query, the result of attention, four hidden states and three inner states of the
+    feed-forward.
     """
     text_config = config.get_text_config()
     heads, hidden_size = int(text_config.num_attention_heads), int(text_config.hidden_size)
@@ -137,7 +140,9 @@ def num_active_experts(config: PreTrainedConfig) -> int:
 
 
 def is_set_for_all_layers(config: PreTrainedConfig, name: str) -> bool:
-    """Return whether a configuration has one value of this name for all layers, and it is not None."""
+    """Return whether a setting of a configuration is not None, and stored once rather than in a separate configuration
+    of each layer.
+    """
     try:
         return read_setting(config, name) is not None
     except RuntimeError:  # raised by transformers if layers have different configs
@@ -166,7 +171,7 @@ def _read_layers(config: PreTrainedConfig, name: str) -> Iterator[int | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Numbers of weights (not bytes); tied weights count once.
+    """The numbers of weights of a model and of one rank's part of it, not bytes; tied weights count once.
 
     Attributes:
         total: all weights of the model.
@@ -193,7 +198,7 @@ class Weights:
 
 @cache_by_config
 def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, shard_size: int = 1) -> Weights:
-    """Count the weights of a model, and of a rank's part of it.
+    """Return the numbers of weights of a model, and of a rank's part of it.
 
     ``tensor_parallel_size`` ranks split each layer, by transformers' plan for the model; ``shard_size`` ranks split the
     first dimension of every remaining tensor (FSDP2).
@@ -225,7 +230,9 @@ def count_weights(config: PreTrainedConfig, *, tensor_parallel_size: int = 1, sh
 
 
 def matches_plan(module: str, pattern: str) -> bool:
-    """Return whether a tensor-parallel plan's entry, in which ``*`` stands for a layer number, matches a module."""
+    """Return whether a module's name matches ``pattern``, a key of a tensor-parallel plan, in which ``*`` stands for a
+    layer's number.
+    """
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), module) is not None
 
 
@@ -243,7 +250,8 @@ def _cut(shape: tuple[int, ...], style: str, kind: str, size: int) -> tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """A model's coefficients in the formula at the top of this file.
+    """The sizes of a model from which the floating point operations of a sequence are computed, by the formula at the
+    top of this file.
 
     Attributes:
         matrices: ``W``.
@@ -258,7 +266,8 @@ class ModelFlops:
     windows: tuple[tuple[int | None, int], ...]
 
     def sequences(self, lengths: Tensor, predicted: Tensor | None = None, *, adapter_weights: int = 0) -> Tensor:
-        """Return the operations of forward and backward: [N] float64, on the device of ``lengths``.
+        """Return the floating point operations of forward and backward over each sequence: [N] float64, on the device
+        of ``lengths``.
 
         Args:
             lengths: [N], tokens of each sequence.
@@ -277,19 +286,23 @@ class ModelFlops:
 def sequence_flops(
     config: PreTrainedConfig, lengths: Tensor, predicted: Tensor | None = None, *, adapter_weights: int = 0
 ) -> Tensor:
-    """Return :meth:`ModelFlops.sequences` for the model of a configuration."""
+    """Return the floating point operations of forward and backward over each sequence: [N] float64. Arguments are as
+    for :meth:`ModelFlops.sequences`.
+    """
     return model_flops(config).sequences(lengths, predicted, adapter_weights=adapter_weights)
 
 
 def visible_pairs(lengths: Tensor, window: int | None) -> Tensor:
-    """Return ``S(L)``, the number of query-key pairs, for lengths [N] and a window; None for full attention."""
+    """Return the number of query-key pairs of causal attention in each sequence, [N], for lengths [N] and a window in
+    tokens; None for full attention.
+    """
     seen = lengths if window is None else lengths.clamp(max=window)
     return seen * (seen + 1) / 2 + (lengths - seen) * seen
 
 
 @cache_by_config
 def model_flops(config: PreTrainedConfig) -> ModelFlops:
-    """Return the coefficients of a causal language model, from the shapes of its matrices."""
+    """Return the sizes of a causal language model from which its floating point operations are computed."""
     policy = build_empty(config)
     head = policy.get_output_embeddings()
     assert head is not None
@@ -318,7 +331,7 @@ def _is_expert(name: str) -> bool:
 
 
 def count_windows(config: PreTrainedConfig) -> tuple[tuple[int | None, int], ...]:
-    """Return each size of sliding window in tokens, or None for no window, with the number of layers that have it."""
+    """Return pairs of a sliding window's size in tokens (None for full attention) and the number of layers with it."""
     window: int | None = read_setting(config, "sliding_window")
     # Without layer types, the window applies to all layers.
     kinds = read_setting(config, "layer_types") or ["sliding_attention"] * config.get_text_config().num_hidden_layers

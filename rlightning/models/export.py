@@ -43,10 +43,11 @@ def save_policy(
     dtype: torch.dtype | str | None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a Hugging Face folder with checksums under a temporary name, then rename it, so that ``path`` is complete.
+    """Write a policy and its tokenizer as a Hugging Face folder with checksums, under a temporary name that is then
+    changed to ``path``, so that ``path`` is always complete.
 
-    A collective, also for a policy that is not sharded; rank 0 writes. Rank 0 needs host memory for one file's tensors,
-    and each rank the device memory of :func:`~rlightning.parallel.gathering.gather_into`.
+    Every rank must call it, also for a policy that is not sharded; rank 0 writes. Rank 0 needs host memory for one
+    file's tensors, and each rank the device memory of :func:`~rlightning.parallel.gathering.gather_into`.
 
     Args:
         policy: the model.
@@ -80,9 +81,11 @@ def save_policy(
 
 
 def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; tied ones once, sharded ones as they are.
+    """Return the parameters and persistent buffers to export, by name. Tied weights appear once, and sharded weights
+    stay sharded.
 
-    For a policy with an adapter, return those of the base model.
+    For a policy with an adapter, return those of the base model. Quantised matrices are placeholders on the meta
+    device.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -117,7 +120,7 @@ def _is_stored_converted(policy: PreTrainedModel) -> bool:
 def _gather(
     policy: PreTrainedModel, weights: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], device: torch.device
 ) -> dict[str, Tensor]:
-    """Yield full weights, with the adapter merged, on the writing rank; on other ranks ``device`` is meta."""
+    """Return full weights, with the adapter merged, on the writing rank; on other ranks ``device`` is meta."""
     full = {name: torch.empty(tensor.shape, dtype=dtypes[name], device=device) for name, tensor in weights.items()}
     computed = computed_weights(policy)
     plain = [name for name in weights if name not in computed]
@@ -128,7 +131,8 @@ def _gather(
 
 
 def save_adapter(policy: PreTrainedModel, lora: LoRA, base: str, tokenizer: Tokenizer, path: Path) -> None:
-    """Write a policy's adapter as PEFT does, with checksums, then rename the folder; collective, rank 0 writes.
+    """Write a policy's adapter as a PEFT folder with checksums, under a temporary name that is then changed to
+    ``path``. Every rank must call it; rank 0 writes.
 
     Raises a WeightError if a weight is not finite; an existing folder is then not replaced. ``base`` is the folder or
     name of the base model.

@@ -31,7 +31,7 @@ _ROWS = 4096
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name such as "bfloat16"."""
+    """Return the torch dtype with a name such as "bfloat16"."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -64,7 +64,9 @@ def find_weights(model: str) -> dict[str, Path]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of each weight from the index of a model with several files; a ValueError if it is invalid."""
+    """Return the file name of each weight, by weight name, from a model's JSON index; raise a ValueError if it is
+    invalid.
+    """
     try:
         content = json.loads(path.read_text())
     except (RecursionError, ValueError) as error:
@@ -76,7 +78,9 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def find_file(model: str, name: str) -> Path | None:
-    """Return the path of a model's file, in its folder or the hub's cache; it is downloaded if necessary."""
+    """Return the path of one of a model's files, downloaded from the hub if necessary; None if the model has no such
+    file.
+    """
     if Path(model).is_dir():
         path = Path(model) / name
         return path if path.is_file() else None
@@ -118,7 +122,8 @@ def find_names(model: str) -> set[str]:
 
 
 def check_folder(model: str, config: PreTrainedConfig) -> None:
-    """Check that a local folder's files match its config.json, before weights are loaded or an engine starts.
+    """Raise a ConfigError if the output layer in a local folder's files does not match config.json; called before
+    weights are loaded or an engine starts.
 
     Logs the number of stored layers that config.json does not have.
 
@@ -172,7 +177,8 @@ def _tell_of_unused_layers(model: str, policy: PreTrainedModel, names: Iterable[
 
 
 def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) -> None:
-    """Raise a ConfigError for files with a separate output layer that config.json ties to the embedding.
+    """Raise a ConfigError if a model's files store an output layer that differs from the embedding, although
+    config.json ties the two.
 
     transformers would use the stored layer, a sharded policy and vLLM the embedding. A layer with equal values is
     accepted.
@@ -190,7 +196,7 @@ def check_head(model: str, config: PreTrainedConfig, files: Mapping[str, Path]) 
 
 
 def other_shape(model: str, name: str, stored: Sequence[int], shape: Sequence[int]) -> ConfigError:
-    """Return the error for a stored weight whose shape does not fit config.json."""
+    """Return a ConfigError which says that a stored weight has another shape than config.json implies."""
     return ConfigError(
         f"model='{model}' stores '{name}' with the shape {list(stored)}, but its config.json makes it {list(shape)}. "
         "Use a folder whose files belong together."
@@ -198,7 +204,9 @@ def other_shape(model: str, name: str, stored: Sequence[int], shape: Sequence[in
 
 
 def untied_head(model: str, embedding: str, head: str) -> ConfigError:
-    """Return the error for a stored output layer that config.json ties to the embedding."""
+    """Return a ConfigError which says that a stored output layer differs from the embedding to which config.json ties
+    it.
+    """
     return ConfigError(
         f"model='{model}' says tie_word_embeddings=true in config.json, but its files hold '{head}' with other values "
         f"than '{embedding}': transformers would use it, and vLLM would not. Write tie_word_embeddings=false to train "

@@ -11,9 +11,10 @@ from rlightning.parallel.sharding import local_tensor
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]], consequence: str) -> None:
-    """Check weights, whole or sharded, for NaN and infinity on all ranks; collective.
+    """Raise a WeightError on all ranks if weights of any rank, whole or sharded, contain NaN or infinity; every rank
+    must call it.
 
-    All ranks raise a WeightError that begins with the clause ``consequence``, and names the first such weight.
+    The error begins with the clause ``consequence``, and names the first such weight.
     """
     own = next(iter(find_not_finite(weights)), None)
     found = [name for name in gather_objects(own, name="weights are finite") if name is not None]

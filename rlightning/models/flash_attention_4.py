@@ -47,7 +47,8 @@ def flash_attention(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute attention with FlashAttention 4; arguments of :func:`~rlightning.models.attention.varlen_attention`.
+    """Compute causal attention over packed sequences with FlashAttention 4. Arguments and result are those of
+    :func:`~rlightning.models.attention.varlen_attention`.
 
     The maximum length is not passed to the package, which would compile separate kernels for short sequences.
     """

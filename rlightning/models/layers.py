@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers of a policy."""
+    """Return the decoder layers of a policy; raise a ConfigError if it has no list of them."""
     num_layers = policy.config.get_text_config().num_hidden_layers
     for module in policy.base_model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
@@ -72,7 +72,9 @@ def compiler_obstacle(device: torch.device) -> str | None:
 
 
 def cache_folder() -> str:
-    """Return the folder for compiled code; torch's default is in TMPDIR, which may be deleted with the job."""
+    """Return the folder for compiled code, and set ``TORCHINDUCTOR_CACHE_DIR`` to it unless the user has: torch's
+    default is in TMPDIR, which may be deleted with the job.
+    """
     name = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(name) in (None, default_cache_dir()):  # torch may have set it to its default
         os.environ[name] = str(user_cache() / "torchinductor")
@@ -85,7 +87,8 @@ def user_cache() -> Path:
 
 
 def compile_layers(policy: PreTrainedModel) -> None:
-    """Compile each layer on its first call; must come before :func:`checkpoint_layers`.
+    """Wrap each decoder layer's forward in ``torch.compile``, which compiles on the first call. Call this before
+    :func:`checkpoint_layers`.
 
     The policy must have packed attention. It may be whole or sharded, on any device, including meta.
     """
@@ -100,9 +103,9 @@ def compile_layers(policy: PreTrainedModel) -> None:
 
 
 def checkpoint_layers(policy: PreTrainedModel, count: int) -> None:
-    """Have the first ``count`` layers save only their inputs, and recompute the rest in the backward pass.
+    """Have the first ``count`` layers save only their inputs, and recompute their activations in the backward pass.
 
-    The backward frees the last layers' activations first, so that checkpointing the first layers saves the most.
+    The backward pass frees the last layers' activations first, so that checkpointing the first layers saves the most.
     """
     for layer in list(decoder_layers(policy))[:count]:
         # There is no dropout that would need the same random numbers again.

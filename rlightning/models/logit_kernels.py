@@ -21,7 +21,9 @@ FLOOR = tl.constexpr(-1e30)
 def summarize_logits(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Triton version of :func:`rlightning.models.output_layer.summarize_logits`."""
+    """Return log-sum-exp, target's logit and entropy of each row of logits [C, V], by a Triton kernel. Arguments and
+    result are those of :func:`rlightning.models.output_layer.summarize_logits`.
+    """
     num_tokens, num_logits = logits.shape
     found = torch.empty(3, num_tokens, dtype=torch.float32, device=logits.device)
     _summarize[(num_tokens,)](
@@ -51,7 +53,9 @@ def differentiate_logits(
     temperature: float | Tensor,
     softcap: float | None,
 ) -> None:
-    """Triton version of :func:`rlightning.models.output_layer.differentiate_logits`."""
+    """Overwrite logits [C, V] with their gradient, by a Triton kernel. Arguments are those of
+    :func:`rlightning.models.output_layer.differentiate_logits`.
+    """
     num_tokens, num_logits = logits.shape
     _differentiate[(num_tokens,)](
         logits,

@@ -17,12 +17,14 @@ from rlightning.types import RolloutBatch
 
 @runtime_checkable
 class ShardedPolicy(Protocol):
-    """A sharded policy (:mod:`rlightning.models.sharded_policy`) with a method for log-probabilities."""
+    """A model sharded by FSDP that has its own method for log-probabilities, which :func:`packed_logprobs` calls."""
 
     def compute_packed_logprobs(
         self, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        """Call :func:`compute_packed_logprobs`; FSDP gathers weights for this method as for ``forward()``."""
+        """Return the log-probability and entropy of each sampled token, [T] each. FSDP gathers weights for this call as
+        for ``forward()``, so that every rank must make it.
+        """
 
 
 def packed_logprobs(
@@ -48,7 +50,9 @@ def packed_logprobs(
 def compute_packed_logprobs(
     model: PreTrainedModel, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`packed_logprobs` for a model whose weights are not sharded, or are gathered."""
+    """Return the log-probability and entropy of each sampled token, [T] each, under a model whose weights are not
+    sharded, or that FSDP has gathered; see :func:`packed_logprobs`.
+    """
     # Another model, such as a critic, may mix tokens in other ways than the actor, for which the micro-batch was built.
     shared = batch.shared
     if shared is not None and not can_share_prefixes(model.config, batch.token_ids.device.type):

@@ -69,7 +69,8 @@ def chunked_logprobs(
     needs_entropy_grad: bool = False,
     supports: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-softmax of ``hidden @ weight.T`` at ``targets``, and its entropy, in chunks of tokens.
+    """Return the log-probabilities of ``targets`` under the softmax of ``hidden @ weight.T``, and that softmax's
+    entropies, computed in chunks of tokens.
 
     The backward pass recomputes each chunk's logits, so that only one chunk's are in memory. Products are in the dtype
     of ``hidden``, or autocast's; sums, including the weight's gradient over the chunks, in float32.
@@ -175,7 +176,8 @@ def _find_places(kept: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chunk_tokens(row_bytes: int) -> int:
-    """Return the number of tokens in a chunk for rows of this size: a power of two, to fill a matrix product's tiles.
+    """Return the number of tokens in a chunk of logits if one token's logits take ``row_bytes`` bytes: a power of two,
+    so that matrix products fill whole tiles.
 
     For example 4,096 for 151,936 bfloat16 logits, with which 128 of an H100's 132 processors are busy.
     """
@@ -193,7 +195,9 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Return logits [C, V] or [C] in float32, with softcap, if any, and temperature applied."""
+    """Return logits [C, V] or [C] in at least float32, bounded by ``softcap`` (None for no bound) and then divided by
+    the temperature.
+    """
     logits = logits.to(_wide(logits.dtype))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -203,7 +207,8 @@ def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | N
 def summarize_logits(
     logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return statistics of each token's logits, from which log-probability and entropy are computed.
+    """Return the log-sum-exp of each token's logits, its target's logit, and the entropy of its softmax, over this
+    rank's part of the vocabulary.
 
     Args:
         logits: [C, V].
@@ -220,7 +225,9 @@ def summarize_logits(
 
 
 def pick_logits(logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Return the scaled logit of each target: [C]; 0 if the target belongs to another rank."""
+    """Return the logit of each target after softcap and temperature: [C]; 0 if the target belongs to another rank's
+    part of the vocabulary.
+    """
     num_logits = logits.shape[-1]
     is_here = (targets >= 0) & (targets < num_logits)
     picked = logits.gather(-1, targets.clamp(0, num_logits - 1)[:, None])[:, 0]
@@ -238,7 +245,8 @@ def normalize(scaled: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_parts(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the ranks' statistics of their parts of the vocabulary into those of all logits, each [M].
+    """Return the log-sum-exp, the target's logit and the entropy of each token over the whole vocabulary, each [M],
+    from those over the ranks' parts.
 
     Args:
         parts: [G, 3, M], from :func:`summarize_logits`. The total entropy is that of the choice of a part, plus the
@@ -263,7 +271,8 @@ def differentiate_logits(
     temperature: float | Tensor,
     softcap: float | None,
 ) -> None:
-    """Overwrite logits with the gradient of the outputs of :func:`chunked_logprobs` with respect to them.
+    """Overwrite a chunk's logits with the loss's gradient with respect to them, from the gradients with respect to
+    their log-probabilities and entropies.
 
     With the softmax p of the scaled logits x, the gradient of log p[t] is ``1[v = t] - p[v]``, that of the entropy H is
     ``-p[v] (log p[v] + H)``. Arguments are [C], except for the logits [C, V]; normalizer and entropy are those over all
@@ -285,7 +294,9 @@ def logit_gradient(
     temperature: float | Tensor,
     softcap: float | None,
 ) -> Tensor:
-    """Return the gradient with respect to logits before softcap and temperature; see :func:`differentiate_logits`."""
+    """Return the loss's gradient with respect to logits before softcap and temperature, given the scaled logits and
+    ``is_target``, both [C, V]. Other arguments are those of :func:`differentiate_logits`.
+    """
     table = scaled - normalizer[:, None]
     chances = table.exp()
     gradient = grad_logprobs[:, None] * (is_target.to(chances.dtype) - chances)
@@ -299,7 +310,7 @@ def logit_gradient(
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute ``total += left @ right`` in the dtype of ``total``."""
+    """Add ``left @ right`` to ``total`` in place, in the dtype of ``total``."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

@@ -29,7 +29,7 @@ from rlightning.models.routers import keep_routers_float32
 
 
 def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read and check a model's configuration, before weights are loaded.
+    """Return a model's configuration, after a check that the architecture can be trained; no weights are loaded.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
@@ -66,7 +66,7 @@ def load_config(model: str, *, trust_remote_code: bool = False) -> PreTrainedCon
 
 
 def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """Read a model's tokenizer; ``trust_remote_code`` as for :func:`load_config`.
+    """Return a model's tokenizer. ``trust_remote_code`` is whether the model's own code may run.
 
     Raises a ConfigError if there is no tokenizer, or it needs code that is not trusted.
     """
@@ -85,7 +85,7 @@ def load_tokenizer(model: str, *, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def remove_dropout(config: PreTrainedConfig) -> None:
-    """Set all dropout rates to 0, since a policy's log-probabilities must be deterministic."""
+    """Set all dropout rates in a configuration to 0, since a policy's log-probabilities must be deterministic."""
     text_config = config.get_text_config()
     for name, value in vars(text_config).items():
         if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
@@ -154,7 +154,8 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 
 def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Store the matrices of a frozen model in autocast's dtype, so that no forward pass has to cast them.
+    """Cast the matrices of a frozen model in place to ``dtype``, that of autocast, so that no forward pass has to cast
+    them.
 
     The results are the same, with half the memory. The matrices are the weights of linear layers and of the token
     embedding (:func:`narrow_residuals`). Other weights, such as norms and position embeddings, keep their dtype.
@@ -170,7 +171,8 @@ def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def narrow_residuals(policy: PreTrainedModel) -> None:
-    """Under autocast, keep the residual stream in autocast's dtype, as FSDP's mixed precision and vLLM do.
+    """Have the token embedding's output cast to autocast's dtype while autocast is enabled, so that the residual stream
+    has that dtype, as with FSDP's mixed precision and in vLLM.
 
     Otherwise the residual stream is in the embeddings' float32, with twice the memory and memory traffic.
     """

@@ -68,7 +68,7 @@ class QuantizedLinear(CodedLinear):
         return nn.Parameter(matrix, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer, with the dequantised matrix."""
+        """Return the layer's output for an input ``x``, computed with the dequantised matrix."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
@@ -101,7 +101,9 @@ class _Product(torch.autograd.Function):
 
 
 def dequantize(codes: Tensor, scales: Tensor, values: Tensor | None, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [out, in] of the codes; for the arguments see :class:`QuantizedLinear`."""
+    """Return the matrix [out, in] in ``dtype`` from its quantised codes and scales. ``columns`` is the number of
+    inputs; other arguments are those of :class:`QuantizedLinear`.
+    """
     if values is None:
         numbers = codes.to(scales.dtype)
     else:
@@ -110,9 +112,10 @@ def dequantize(codes: Tensor, scales: Tensor, values: Tensor | None, columns: in
 
 
 def quantize_layers(policy: PreTrainedModel, names: set[str], kind: QuantizedBase, device: torch.device) -> None:
-    """Replace linear layers by :class:`QuantizedLinear`, one at a time; the policy may be on the host.
+    """Replace the linear layers ``names`` of a policy by :class:`QuantizedLinear` on ``device``, one at a time, so that
+    the policy itself may be on the host.
 
-    The codes are computed and stored on ``device``. ``names`` are the layers' names in a model without an adapter.
+    ``names`` are the layers' names in a model without an adapter.
     """
     for name, module in list(policy.named_modules()):
         if type(module) is nn.Linear and base_name(f"{name}.weight").removesuffix(".weight") in names:
@@ -122,7 +125,7 @@ def quantize_layers(policy: PreTrainedModel, names: set[str], kind: QuantizedBas
 
 @torch.no_grad()
 def quantize(linear: nn.Linear, kind: QuantizedBase, device: torch.device) -> QuantizedLinear:
-    """Return a :class:`QuantizedLinear` of a linear layer, on ``device``."""
+    """Return a :class:`QuantizedLinear` on ``device`` with the quantised matrix of a linear layer."""
     ao, matrix = import_torchao(kind), linear.weight.to(device)
     values: Tensor | None
     if kind == "int8":
@@ -138,7 +141,9 @@ def quantize(linear: nn.Linear, kind: QuantizedBase, device: torch.device) -> Qu
 
 
 def coded_bytes(kind: QuantizedBase, outputs: int, inputs: int, itemsize: int) -> int:
-    """Return the bytes of a matrix's codes and scales; ``itemsize`` is that of the matrix's dtype."""
+    """Return the bytes of codes and scales of a quantised matrix [outputs, inputs]; ``itemsize`` is that of the
+    matrix's dtype.
+    """
     numbers = outputs * inputs
     return numbers + 4 * outputs if kind == "int8" else numbers // 2 + itemsize * numbers // NF4_BLOCK
 

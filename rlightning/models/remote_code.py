@@ -26,7 +26,8 @@ class _TrustsRemoteCode(Protocol):
 
 
 def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """Read a model's configuration; its own code, once trusted, is used by all later loads in this process.
+    """Return a model's configuration. With ``trust_remote_code``, also register the model's own classes, so that all
+    later loads in this process use them.
 
     Raises:
         ConfigError: the model needs its own code, which is not trusted.
@@ -44,7 +45,7 @@ def read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def read_tokenizer(model: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Read a model's tokenizer; see :func:`read_config`."""
+    """Return a model's tokenizer; raise a ConfigError if it needs the model's own code, which is not trusted."""
     tokenizer: PreTrainedTokenizerBase = _load(
         AutoTokenizer.from_pretrained, model, "tokenizer_config.json", trust_remote_code
     )
@@ -52,7 +53,9 @@ def read_tokenizer(model: str, *, trust_remote_code: bool) -> PreTrainedTokenize
 
 
 def trusts_remote_code(module: object) -> bool:
-    """Return whether a module allows its model's own code; False if the module has no such attribute."""
+    """Return whether a Lightning module lets the model's own Python code run; False if it has no attribute
+    ``trust_remote_code``.
+    """
     return has(module, _TrustsRemoteCode) and module.trust_remote_code
 
 

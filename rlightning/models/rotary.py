@@ -21,7 +21,9 @@ def use_exact_angles(policy: nn.Module) -> None:
 
 
 def scaled_ropes(config: PreTrainedConfig) -> list[JsonObject]:
-    """Return the parameters of scaled rotary embeddings: one set, or one for each type of layer."""
+    """Return the parameters of scaled rotary embeddings, one set for each type of layer that has its own; [] if none is
+    scaled.
+    """
     parameters = read_setting(config, "rope_parameters") or {}
     sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     return [rope for rope in sets if rope.get("rope_type", "default") != "default"]

@@ -26,7 +26,9 @@ FLOAT32_ROUTERS = {
 
 
 def keep_routers_float32(policy: nn.Module) -> None:
-    """Have routers in :data:`FLOAT32_ROUTERS` compute in float32 under autocast, with factors rounded to its dtype."""
+    """Have the routers in :data:`FLOAT32_ROUTERS` compute in float32 under autocast, from inputs and weights that are
+    first rounded to autocast's dtype.
+    """
     for module in policy.modules():
         if type(module).__name__ in FLOAT32_ROUTERS:
             module.forward = MethodType(_route, _OwnForward(module))

@@ -53,7 +53,8 @@ def segment_attention(
     max_segment: tuple[int, int],
     scaling: float | None,
 ) -> Tensor:
-    """Compute causal attention over sequences that share segments, with the kernels of ``varlen_attn``.
+    """Compute causal attention over packed sequences with shared prefixes, whose keys and values are not copied, by
+    several calls of ``varlen_attn``.
 
     Args:
         q: [U, H, D]; keys and values are [U, K, D].

@@ -48,9 +48,10 @@ def load_sharded_policy(
     model: str, sharding: Sharding, *, dtype: torch.dtype = torch.float32, adapter: LoRA | None = None
 ) -> PreTrainedModel:
     """Load a policy as :func:`~rlightning.models.load_policy` does, but each rank reads and stores only its shards.
+    Every rank must call it.
 
-    A collective. The parameters are DTensors on the device. With an adapter they are frozen, and the adapter's
-    parameters are DTensors too.
+    The parameters are DTensors on the device. With an adapter they are frozen, and the adapter's parameters are
+    DTensors too.
 
     Raises:
         ConfigError: weights are missing, or packed attention or the tensor-parallel size is not supported.
@@ -81,7 +82,9 @@ def load_sharded_policy(
 
 
 def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
-    """Shard a policy's parameters over the data-parallel ranks: one group per layer, and one for the rest."""
+    """Shard a policy's parameters in place over the data-parallel ranks: one FSDP group per decoder layer, and one for
+    the rest.
+    """
     is_mixed = sharding.compute_dtype is not None
     precision = MixedPrecisionPolicy(
         param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32 if is_mixed else None
@@ -95,7 +98,9 @@ def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
 
 
 def add_packed_logprobs(policy: PreTrainedModel) -> None:
-    """Add :func:`compute_packed_logprobs` as a method for which FSDP gathers weights, as it does for ``forward()``."""
+    """Give a sharded policy the method ``compute_packed_logprobs``, for which FSDP gathers weights as it does for
+    ``forward()``.
+    """
     name = compute_packed_logprobs.__name__
     setattr(policy, name, MethodType(compute_packed_logprobs, policy))
     register_fsdp_forward_method(policy, name)
@@ -111,7 +116,8 @@ def add_packed_logprobs(policy: PreTrainedModel) -> None:
 
 
 def release_without_gradient(policy: nn.Module) -> None:
-    """Free gathered weights after a forward pass that no backward pass follows.
+    """Free FSDP's gathered weights if gradients are disabled; called after a forward pass that no backward pass
+    follows.
 
     Otherwise ``parameters()`` would return the gathered weights, and they would be used again after an optimizer step
     has changed the shards.
@@ -144,7 +150,7 @@ def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device
 
 @torch.no_grad()
 def load_shards(model: str, policy: PreTrainedModel) -> None:
-    """Fill the policy's allocated parameters and saved buffers from its files; collective.
+    """Fill the policy's allocated parameters and saved buffers from its files; every rank must call it.
 
     Raises:
         ConfigError: weights are missing, have other shapes or are not finite; raised on every rank.
@@ -164,13 +170,15 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
 
 
 def is_converted(policy: PreTrainedModel) -> bool:
-    """Return whether transformers may change values, not only names, of this model's weights while loading."""
+    """Return whether transformers may convert this model's weights while loading, such as merge tensors, rather than
+    only rename them.
+    """
     conversions = get_checkpoint_conversion_mapping(policy.config.get_text_config().model_type) or []
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
 def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
-    """Read only this rank's part of each weight into its tensor."""
+    """Read this rank's part of each weight in ``targets`` from the safetensors ``files`` into the target tensor."""
     for path in sorted(set(files.values())):
         names = [name for name in targets if files[name] == path]
         try:
@@ -188,7 +196,8 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
 
 
 def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
-    """Have rank 0 load the whole model with transformers and send each rank its part, weight by weight.
+    """Have rank 0 load the whole model with transformers and broadcast each weight, of which each rank keeps its part.
+    Every rank must call it.
 
     Used for files whose names or shapes transformers converts while loading, and for formats other than safetensors.
     """

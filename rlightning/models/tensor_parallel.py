@@ -61,7 +61,8 @@ def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def cut_vocabulary(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Give each rank a range of rows of embedding and output layer; the last rank has fewer if they do not divide.
+    """Split embedding and output layer over the ranks of ``mesh`` by rows of the vocabulary; the last rank has fewer
+    rows if their number is not divisible.
 
     :func:`~rlightning.models.output_layer.chunked_logprobs` uses a rank's part of the output layer; otherwise the layer
     returns all logits.
@@ -97,7 +98,8 @@ def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
 
 
 def check_coverage(policy: PreTrainedModel, planned: set[str]) -> None:
-    """Raise a ConfigError for parameters between split layers that the plan lacks, such as a norm of the heads.
+    """Raise a ConfigError if a parameter beside split layers, such as a norm of attention heads, is missing in the
+    tensor-parallel plan.
 
     Each rank would apply the whole parameter to its part of the activations, and compute only a part of its gradient.
     ``planned`` are the names of the modules to split, within the base model.

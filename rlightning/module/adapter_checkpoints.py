@@ -27,12 +27,14 @@ def without_base(state: Mapping[str, T]) -> dict[str, T]:
 
 
 def with_base(state: Mapping[str, T], own: Mapping[str, T]) -> dict[str, T]:
-    """Return a checkpoint's state dict with the module's weights of the frozen base added."""
+    """Return a checkpoint's state dict with the frozen base's weights added from ``own``, the module's state dict."""
     return {name: value for name, value in own.items() if is_base_weight(name)} | dict(state)
 
 
 def describe_base(lora: LoRA, model: str) -> dict[str, object]:
-    """Return the description of an adapter and its base model that a checkpoint stores."""
+    """Return the entry of a checkpoint that identifies an adapter (rank, scaling, layers) and its base model (a
+    digest).
+    """
     return {
         "rank": lora.rank,
         "scaling": lora.scaling,
@@ -43,7 +45,9 @@ def describe_base(lora: LoRA, model: str) -> dict[str, object]:
 
 
 def check_resumed(saved: Mapping[str, object] | None, lora: LoRA | None, model: str) -> None:
-    """Raise a ConfigError if a checkpoint has another adapter or base model than the run; None for no adapter."""
+    """Raise a ConfigError if a checkpoint's adapter or base model differs from the run's. ``saved`` is the checkpoint's
+    entry (:func:`describe_base`); it and ``lora`` are None without an adapter.
+    """
     if saved is None and lora is None:
         return
     if saved is None or lora is None:

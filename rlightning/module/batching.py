@@ -48,7 +48,8 @@ def balance(
     seed: int = 0,
     tensor_parallel_size: int = 1,
 ) -> Batch:
-    """Move whole groups between ranks so that all data-parallel ranks have about equal work in each minibatch.
+    """Exchange whole groups between ranks, so that all data-parallel ranks have about equal work in each minibatch, and
+    return this rank's groups. Every rank must call it.
 
     Args:
         batch: this rank's trajectories, on the CPU.
@@ -77,7 +78,8 @@ def balance(
 
 
 def rebalance(batch: Batch, costs: Tensor, *, num_minibatches: int, seed: int, tensor_parallel_size: int = 1) -> Batch:
-    """Move groups between ranks again if the costs are no longer balanced; for the other arguments see :func:`balance`.
+    """Exchange groups between ranks again if new costs make that worthwhile, and return this rank's groups. Every rank
+    must call it; other arguments are as for :func:`balance`.
 
     Args:
         batch: this rank's result of :func:`balance`.
@@ -108,7 +110,8 @@ def rebalance(batch: Batch, costs: Tensor, *, num_minibatches: int, seed: int, t
 def reassign_groups(
     costs: Sequence[float], minibatches: Sequence[Sequence[int]], before: Sequence[int], num_ranks: int
 ) -> list[int]:
-    """Return a new rank for each group by :func:`assign_groups`, or the current ranks if moving saves too little.
+    """Return a new rank for each group (:func:`assign_groups`), or the current ranks, ``before``, if the update would
+    hardly become faster.
 
     Groups without cost stay on their rank.
     """
@@ -152,7 +155,7 @@ def _move(batch: Batch, owner: Tensor, tensor_parallel_size: int) -> Batch:
 
 
 def assign_minibatches(num_groups: int, num_minibatches: int, seed: int, num_epochs: int = 1) -> list[list[list[int]]]:
-    """Assign the groups of all ranks to minibatches at random, with a new assignment for each epoch.
+    """Return a random assignment of the groups of all ranks to minibatches, a new one for each epoch.
 
     The result depends only on the arguments, so that it is the same on all ranks, and in balance and update.
 
@@ -180,7 +183,7 @@ def split_minibatches(num_groups: int, num_minibatches: int, generator: torch.Ge
 
 
 def minibatch_seed(weight_version: int) -> int:
-    """Return the seed of :func:`assign_minibatches` for a weight version, which is the same on all ranks."""
+    """Return the seed for :func:`assign_minibatches` at a weight version; it is equal on all ranks."""
     return mix_seed(run_seed() or 0, "mini-batches", weight_version)
 
 
@@ -212,7 +215,7 @@ def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Cuts batches into micro-batches for a policy.
+    """Splits a rank's sequences into micro-batches of about equal cost, and builds these micro-batches for a policy.
 
     Attributes:
         config: the policy's.
@@ -229,7 +232,9 @@ class Packing:
     shares_prefixes: bool = False
 
     def prefixes(self, batch: RolloutBatch) -> Prefixes:
-        """Return the prefixes that sequences of a batch on the CPU share; 0 for one that is not computed once."""
+        """Return for each sequence of a batch on the CPU the length of the prefix that is computed only once for it and
+        others; 0 if none is.
+        """
         return find_long_prefixes(batch) if self.shares_prefixes else Prefixes.none(batch.num_sequences)
 
     def costs(self, batch: RolloutBatch) -> Tensor:
@@ -240,10 +245,11 @@ class Packing:
         return self._flops(batch, self.prefixes(batch))
 
     def split(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
-        """Split a batch into micro-batches of about equal cost; sequences with a long common prefix stay together.
+        """Split a batch into micro-batches of about equal cost, and return the sequence indices of each. Every rank
+        must call it.
 
-        Their number is the same on every rank, since a sharded model gathers its weights in each pass; some may be
-        empty.
+        Sequences with a long common prefix stay together. The number of micro-batches is the same on every rank, since
+        a sharded model gathers its weights in each pass; some may be empty.
         """
         prefixes = self.prefixes(batch)
         share = path_share(self.config, copies_all=self.shares_prefixes and self._copies_keys())
@@ -260,7 +266,9 @@ class Packing:
         return joined + [[]] * (number - len(parts))
 
     def microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
-        """Return the given sequences of a batch on the device; a padding batch without loss if none are given."""
+        """Return the given sequences of a batch on the device as a micro-batch; a padding batch that adds no loss if
+        none are given.
+        """
         if not sequences:
             return batch.padding().to(self.device)
         chosen = batch.select(sequences, "N")
@@ -281,7 +289,9 @@ class Packing:
 
 
 def find_long_prefixes(batch: RolloutBatch) -> Prefixes:
-    """Return the prefixes that sequences of a batch on the CPU share; 0 if below the share :data:`MIN_SHARED`."""
+    """Return the length of the prefix that each sequence of a batch on the CPU shares with another; 0 if it is less
+    than the share :data:`MIN_SHARED` of the sequence.
+    """
     order, lengths = find_prefixes(batch.token_ids, batch.cu_seqlens)
     return Prefixes(order, np.where(lengths >= MIN_SHARED * batch.lengths.numpy(), lengths, 0))
 
@@ -289,7 +299,8 @@ def find_long_prefixes(batch: RolloutBatch) -> Prefixes:
 def join_families(
     prefixes: Prefixes, lengths: Sequence[int], max_tokens: int, path_share: float
 ) -> tuple[list[list[int]], list[float]]:
-    """Group sequences into families with a long common prefix, which one micro-batch computes once.
+    """Group sequences with a long common prefix into families; a family stays in one micro-batch, which computes the
+    prefix once.
 
     Args:
         prefixes: the shared prefixes of all sequences.

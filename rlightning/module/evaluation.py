@@ -64,7 +64,7 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
 
 
 def no_generator(kind: type) -> ConfigError:
-    """Return the error of a run whose module has completions to sample, and no callback to sample them."""
+    """Return a ConfigError which says that a module has completions to sample, but the run has no rollout callback."""
     return ConfigError(
         f"{kind.__name__} has nothing to generate with. Fill the section rollout, or add VLLMRollout to "
         "trainer.callbacks."
@@ -91,11 +91,11 @@ class EvaluationSteps(UpdateModule):
     validation_samples: Counter[int]
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Evaluate a batch of a validation set with :meth:`log_evaluation`."""
+        """Evaluate a batch of a validation set, and log its metrics under the prefix "val"."""
         self.log_evaluation(prompts, dataloader_idx, "val")
 
     def test_step(self, prompts: list[Prompt], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Evaluate a batch of a validation set under the name "test"."""
+        """Evaluate a batch of a validation set, and log its metrics under the prefix "test"."""
         self.log_evaluation(prompts, dataloader_idx, "test")
 
     def on_validation_epoch_start(self) -> None:
@@ -107,7 +107,7 @@ class EvaluationSteps(UpdateModule):
         self.on_validation_epoch_start()
 
     def on_validation_epoch_end(self) -> None:
-        """Log the number of rollout steps, the loggers' x-axis, once for all sets.
+        """Log the number of rollout steps, the loggers' x-axis; raise an error if a set could not be evaluated.
 
         Raises:
             EnvironmentFailedError: no trajectory of a set was sampled, over all ranks.
@@ -128,7 +128,7 @@ class EvaluationSteps(UpdateModule):
         self.log("step", float(self.trainer.global_step))
 
     def on_test_epoch_end(self) -> None:
-        """Log the number of rollout steps, as :meth:`on_validation_epoch_end` does."""
+        """Log the number of rollout steps and check the results, as :meth:`on_validation_epoch_end` does."""
         self.on_validation_epoch_end()
 
     def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Trajectory]]]:
@@ -138,14 +138,18 @@ class EvaluationSteps(UpdateModule):
         return list(zip(prompts, groups, strict=True))
 
     def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
-        """Called with the trajectories of one prompt while those of other prompts are still being sampled."""
+        """Hook to compute rewards early, called with the trajectories of one prompt while those of other prompts are
+        still being sampled. Does nothing by default.
+        """
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
-        """Return the reward of each trajectory: [M]."""
+        """Return the reward of each trajectory of a batch: [M]. Subclasses implement it."""
         raise NotImplementedError
 
     def select_sampled(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return a batch of the trajectories that count as sampled; the others enter no loss, baseline or mean."""
+        """Return a batch of only those trajectories that finished or reached a limit. Others, such as failed ones,
+        enter no loss, baseline or mean.
+        """
         counted = [m for m, one in enumerate(batch.trajectories) if self._is_sampled(one)]
         return batch if len(counted) == batch.num_trajectories else batch.select(counted)
 

@@ -30,7 +30,7 @@ class _NotPlainError(Exception):
 
 
 def bind_arguments(cls: type, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments of a call of a class by parameter name."""
+    """Return the arguments of a constructor call, positional and keyword, by parameter name."""
     signature = inspect.signature(cls.__init__)  # type: ignore[misc]
     bound = signature.bind_partial(None, *args, **kwargs)
     arguments: dict[str, object] = {}
@@ -47,7 +47,9 @@ def bind_arguments(cls: type, args: Sequence[object], kwargs: Mapping[str, objec
 
 
 def to_plain(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return arguments as plain values, without secrets and without objects that have no plain form."""
+    """Return arguments as plain values (numbers, texts, lists, dictionaries) for a checkpoint, without secrets and
+    without objects that have no plain form.
+    """
     values: dict[str, object] = {}
     for name, value in arguments.items():
         with suppress(_NotPlainError):

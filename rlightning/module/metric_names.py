@@ -60,6 +60,8 @@ def find_names(trainer: Trainer, module: "EvaluationSteps") -> list[str] | None:
 
 
 def is_among(name: str, names: list[str]) -> bool:
-    """Return whether a metric's name is among :func:`find_names`, with or without the suffix "_step" or "_epoch"."""
+    """Return whether a metric's name matches one of the ``names`` from :func:`find_names`, with or without the suffix
+    "_step" or "_epoch".
+    """
     patterns = (re.sub(r"<\w+>", "[^/]+", re.escape(known)) for known in names)
     return any(re.fullmatch(rf"{pattern}(_step|_epoch)?", name) for pattern in patterns)

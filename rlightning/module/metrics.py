@@ -17,7 +17,9 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class RunningMeans:
-    """Means per token or trajectory over micro-batches and ranks; values stay on the device until :meth:`compute`."""
+    """Accumulates means and maxima of metrics over micro-batches and ranks; values stay on the device until
+    :meth:`compute`.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -45,7 +47,7 @@ class RunningMeans:
         self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
 
     def compute(self, all_sum: Reduce, all_max: Reduce) -> dict[str, float]:
-        """Return means and maxima over all ranks by metric name; the names must be the same on each rank."""
+        """Return means and maxima over all ranks by metric name. Every rank must call it, with the same names."""
         result: dict[str, float] = {}
         if self._sums:
             table = torch.stack(
@@ -62,7 +64,8 @@ class RunningMeans:
 def rollout_metrics(
     batch: RolloutBatch, all_sum: Reduce, all_max: Reduce, *, compared: Tensor | None = None
 ) -> dict[str, float]:
-    """Return a rollout's metrics of rewards, learning signal, lengths and branches; a NaN reward counts as failed.
+    """Return a rollout's metrics of rewards, learning signal, lengths and branches, over all ranks; every rank must
+    call it. A NaN reward counts as failed.
 
     Args:
         batch: the batch with all rewards, including those that failed or give no signal.

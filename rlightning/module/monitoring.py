@@ -49,7 +49,9 @@ class _StandsForModule(Protocol):
 
 
 def adapt_monitoring(callbacks: Iterable[Callback]) -> None:
-    """Change the class of each ``ModelCheckpoint`` and ``EarlyStopping`` to this module's; a user's overrides stay."""
+    """Change the class of each ``ModelCheckpoint`` and ``EarlyStopping`` in place to this module's version; methods
+    that a user's subclass overrides are kept.
+    """
     for callback in callbacks:
         for base, own in ((ModelCheckpoint, StepCheckpoint), (EarlyStopping, StepEarlyStopping)):
             kind = type(callback)
@@ -60,7 +62,9 @@ def adapt_monitoring(callbacks: Iterable[Callback]) -> None:
 
 
 def check_monitors(trainer: Trainer, module: "EvaluationSteps") -> None:
-    """Raise a ConfigError for a monitored metric that the run cannot log, if all metrics are known in advance."""
+    """Raise a ConfigError if a callback monitors a metric that the run cannot log; only if all metrics of the run are
+    known in advance.
+    """
     names = find_names(trainer, module)
     if names is None:
         return
@@ -73,7 +77,7 @@ def check_monitors(trainer: Trainer, module: "EvaluationSteps") -> None:
 
 
 def has_validation(trainer: Trainer) -> bool:
-    """Whether this fit runs validations."""
+    """Return whether this fit runs validations."""
     batches = trainer.num_val_batches
     return bool(trainer.enable_validation) and sum(batches if isinstance(batches, list) else [batches]) > 0
 
@@ -91,7 +95,9 @@ class _Monitor:
         return f"{_name_of(self)}{kwargs!r}"
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Raise a ConfigError for a monitored metric that the previous step, with all of its callbacks, did not log."""
+        """Raise a ConfigError if no earlier step, with all of its callbacks, has logged the monitored metric, and no
+        validation or end of an epoch can still log it.
+        """
         if self._has_trained and not self._is_known:
             self._check_name(trainer, pl_module)
 
@@ -138,7 +144,9 @@ def _training_metrics(trainer: Trainer) -> set[str]:
 
 
 def logs_at_epoch_end(trainer: Trainer, module: object) -> bool:
-    """Whether a user's code may log a metric for the first time at an epoch's end."""
+    """Return whether a user's code overrides ``on_train_epoch_end``, so that it may log a metric for the first time
+    there.
+    """
     configured = module.configured if has(module, _StandsForModule) else module
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     own = [type(c) for c in callbacks if not type(c).__module__.startswith(("lightning.", "rlightning."))]
@@ -157,7 +165,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
     _is_due = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the time interval; the state from which this run continues is already saved."""
+        """Start the interval of ``train_time_interval``, and treat the state at the fit's start as saved."""
         super().on_train_start(trainer, pl_module)
         self._last_global_step_saved = trainer.global_step
 
@@ -170,14 +178,16 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save after a validation, except at an epoch's end; also if an earlier save waited for the metric."""
+        """Save after a validation if a save is due then, or was due in an earlier step that had not logged the
+        monitored metric.
+        """
         self._note_validation(trainer)
         if not is_nothing_to_save(self, trainer) and not self._should_save_on_train_epoch_end(trainer):
             self._is_due |= self._is_epoch_due(trainer)
         self._save_if_due(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save at the end of an epoch."""
+        """Save at the end of an epoch, if a save is due."""
         if saves_on_train_epoch_end(self) is not False and self._is_epoch_due(trainer) and self._is_logged(trainer):
             self._is_due = True
         self._save_if_due(trainer)
@@ -285,7 +295,7 @@ class StepEarlyStopping(_Monitor, EarlyStopping):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Check the metric after a step that has logged it."""
+        """Record that a training step has ended, from which on the monitored metric should be known."""
         self._has_trained = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -294,7 +304,7 @@ class StepEarlyStopping(_Monitor, EarlyStopping):
         super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the metric at an epoch's end, even if no validation follows."""
+        """Check the metric at an epoch's end, if that is configured or the fit has no validation."""
         if not is_checked_at_epoch_end(self, trainer) and not has_validation(trainer):
             self._run_early_stopping_check(trainer)
         super().on_train_epoch_end(trainer, pl_module)

@@ -25,7 +25,7 @@ class StepsWithoutSignal:
         self.limit, self.number = limit, 0
 
     def count(self, step: int, num_sampled: int, num_kept: int, *, is_told: bool) -> None:
-        """Count a step, and end the run after too many without a signal.
+        """Count a step; raise a ConfigError, which ends the run, after too many consecutive steps without a signal.
 
         Args:
             step: counted from 1.

@@ -32,7 +32,9 @@ SCHEDULE_KEYS = tuple(field.name for field in fields(LRSchedulerConfig))
 
 
 def checked(configure_optimizers: Callable[..., object]) -> Callable[..., object]:
-    """Wrap ``configure_optimizers`` to check its return value: Lightning would raise a KeyError, or fail later."""
+    """Return ``configure_optimizers`` with a check of its return value, which raises a ConfigError where Lightning
+    would raise a KeyError, or fail later.
+    """
 
     @functools.wraps(configure_optimizers)
     def configure(*args: object, **kwargs: object) -> object:
@@ -165,7 +167,8 @@ def _check_parameters(network: nn.Module, optimizers: Sequence[Optimizer]) -> No
 
 
 def drop_untrained(network: nn.Module, optimizers: Sequence[LightningOptimizer], named: set[str]) -> None:
-    """Delete gradients that no optimizer uses, which would accumulate over steps and count in the gradient norm.
+    """Delete gradients of parameters that are in no optimizer; they would accumulate over steps and count in the
+    gradient norm.
 
     A warning names the parameters that are not in ``named``, and adds them to it.
     """
@@ -192,7 +195,7 @@ def wrapped_optimizers(module: LightningModule) -> list[LightningOptimizer]:
 
 
 def step_optimizers(wrapped: Sequence[LightningOptimizer], *, is_last: bool) -> None:
-    """Step all optimizers, and clear the gradients.
+    """Step all optimizers, and clear the gradients; with ``is_last``, the Trainer counts this as a step.
 
     Lightning counts the steps of its wrappers. The first one, the actor's, is stepped only in the rollout's last
     optimizer step, so that ``max_steps`` counts rollouts.

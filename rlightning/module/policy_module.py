@@ -147,11 +147,13 @@ class PolicyModule(Ranks, SavedModule):
         return {ACTOR: actor}
 
     def actor_optimizer(self) -> AdamWSettings:
-        """The settings of the actor's optimizer, from the module's arguments of the same names."""
+        """Return the settings of the actor's optimizer, from the module's arguments of the same names."""
         return AdamWSettings(**{name: vars(self)[name] for name in OPTIMIZER_KEYS})
 
     def configure_model(self) -> None:
-        """Load the networks of roles that are not loaded yet. Lightning calls this in each ``fit`` and so on."""
+        """Load the networks of roles that are not loaded yet. Lightning calls this at the start of fit, validate, test
+        and predict.
+        """
         loaded = {name: role.network for name, role in self.roles.items()}
         self.roles = self.configure_roles()
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
@@ -168,7 +170,7 @@ class PolicyModule(Ranks, SavedModule):
                 role.network = role.load().requires_grad_(False)
 
     def load_actor(self) -> PreTrainedModel:
-        """Load the actor for training."""
+        """Load the actor for training, with its adapter if it has one, and return it."""
         use_expandable_segments()
         if self._trainer is not None:
             use_tensor_cores(self.trainer.strategy.root_device, self.trainer.precision)
@@ -181,7 +183,8 @@ class PolicyModule(Ranks, SavedModule):
         return actor
 
     def load_model(self, model: str, *, is_trained: bool = True, adapter: LoRA | None = None) -> PreTrainedModel:
-        """Load a policy onto the strategy's device: whole, or this rank's shards if the strategy shards models.
+        """Load and return a policy on the strategy's device: whole, or this rank's shards if the strategy shards
+        models.
 
         Args:
             model: a folder, or a name on the Hugging Face hub.
@@ -249,7 +252,9 @@ class PolicyModule(Ranks, SavedModule):
         )
 
     def on_save_checkpoint(self, checkpoint: StateDict) -> None:
-        """Raise an error instead of saving weights that are not finite."""
+        """Add the module's settings to a checkpoint; raise a WeightError, so that nothing is saved, if weights are not
+        finite.
+        """
         check_finite(self.named_parameters(), "No checkpoint is saved")
         super().on_save_checkpoint(checkpoint)
         if self.adapter is not None:
@@ -276,7 +281,9 @@ class PolicyModule(Ranks, SavedModule):
 
     @property
     def settings(self) -> dict[str, object]:
-        """The configuration by key, as far as known: the optimizers' settings and the keys of config files."""
+        """The settings that a checkpoint stores, by configuration key: the optimizer's, ``trainer.max_steps``, and
+        those of the configuration files, if the command line has constructed the module.
+        """
         values = {f"model.{name}": vars(self)[name] for name in OPTIMIZER_KEYS}
         values |= {"model.betas": list(self.betas), "trainer.max_steps": self.trainer.max_steps}
         return values | super().settings
@@ -293,9 +300,10 @@ class PolicyModule(Ranks, SavedModule):
         return size
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights for engines: the actor's parameters and saved buffers, by Hugging Face names.
+        """Yield the weights for engines: the actor's parameters and saved buffers, by Hugging Face names. Every rank
+        must iterate.
 
-        An adapter is merged into its base; a collective.
+        An adapter is merged into its base.
         """
         yield from named_weights(self.loaded_actor) if self.adapter is None else merged_weights(self.loaded_actor)
 
@@ -304,7 +312,7 @@ class PolicyModule(Ranks, SavedModule):
         yield from adapter_parameters(self.loaded_actor)
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the frozen weights that the adapter is added to, by the names of :meth:`named_weights`."""
+        """Yield the actor's frozen base weights, without its adapter, by the names of :meth:`named_weights`."""
         yield from named_weights(self.loaded_actor)
 
     def adapter_off(self) -> AbstractContextManager[None]:
@@ -312,18 +320,22 @@ class PolicyModule(Ranks, SavedModule):
         return adapter_off(self.loaded_actor)
 
     def perturbed_adapter(self) -> AbstractContextManager[None]:
-        """Context manager that perturbs the adapter, to detect an engine without the adapter; a collective."""
+        """Context manager that adds noise to the adapter, with which an engine that lacks the adapter is detected.
+        Every rank must enter it.
+        """
         return perturbed_adapter(self.loaded_actor)
 
     def save_hf(self, path: str | Path) -> None:
         """Write the actor and its tokenizer as a Hugging Face folder, in the dtype of most of the original weights.
+        Every rank must call it.
 
         An adapter is merged into its base. An existing folder is replaced once the new one is complete.
         """
         save_policy(self.loaded_actor, self.tokenizer, Path(path), dtype=self.stored_dtype)
 
     def save_adapter(self, path: str | Path) -> None:
-        """Write the adapter and the tokenizer as a folder that PEFT, vLLM and ``model.adapter.path`` can load.
+        """Write the adapter and the tokenizer as a folder that PEFT, vLLM and ``model.adapter.path`` can load. Every
+        rank must call it.
 
         An existing folder is replaced when the new one is complete.
         """
@@ -357,7 +369,8 @@ class PolicyModule(Ranks, SavedModule):
     def evaluate_logprobs(
         self, batch: RolloutBatch, model: PreTrainedModel, *, temperature: float, max_tokens: int
     ) -> Tensor:
-        """Return log-probabilities of the sampled tokens, computed in micro-batches without gradients.
+        """Return log-probabilities of the sampled tokens, computed in micro-batches without gradients; every rank must
+        call it.
 
         Args:
             batch: a batch on the CPU.
@@ -380,14 +393,17 @@ class PolicyModule(Ranks, SavedModule):
         return torch.cat([torch.zeros(0, dtype=torch.float32), *(by_sequence[n] for n in range(batch.num_sequences))])
 
     def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
-        """Return the given sequences on this rank's device; if none are given, a padding batch that adds no loss.
+        """Return the given sequences of a batch on this rank's device; if none are given, a padding batch that adds no
+        loss.
 
         With ``share_prefixes``, their long common prefixes are computed once.
         """
         return self.packing.microbatch(batch, sequences)
 
     def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
-        """Split a batch into micro-batches of about equal cost: as many on every rank, some of which may be empty."""
+        """Split a batch into micro-batches of about equal cost, and return the sequence indices of each. Every rank
+        must call it, and gets the same number, of which some may be empty.
+        """
         return self.packing.split(batch, max_tokens)
 
     def costs(self, batch: RolloutBatch) -> Tensor:
@@ -399,7 +415,7 @@ class PolicyModule(Ranks, SavedModule):
 
     @property
     def packing(self) -> Packing:
-        """How sequences are cut into micro-batches for the actor."""
+        """The object that splits the actor's sequences into micro-batches, and builds these."""
         return Packing(
             config=self.model_config,
             device=self.device,

@@ -12,7 +12,9 @@ from rlightning.protocols import HasTensorParallelSize, has
 
 
 class Ranks(LightningModule):
-    """A module trained by one process, or by several with data parallelism, sharding or tensor parallelism."""
+    """A Lightning module with the sizes of its data-parallel and tensor-parallel groups, and with reductions over
+    ranks.
+    """
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -27,24 +29,28 @@ class Ranks(LightningModule):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of parts into which an update's data is split."""
+        """The number of data-parallel ranks, over which an update's data is split."""
         return world_size() // self.tensor_parallel_size
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a tensor over the data-parallel ranks; with one such rank, the tensor itself."""
+        """Return the sum of a tensor over the data-parallel ranks; a tensor-parallel group counts once. Every rank must
+        call it.
+        """
         summed = all_reduce(tensor)
         return summed if self.tensor_parallel_size == 1 else summed / self.tensor_parallel_size
 
     def world_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks; each rank samples its own prompts."""
+        """Return the sum of a tensor over all ranks, for values of rollouts, which differ on each rank; every rank must
+        call it.
+        """
         return all_reduce(tensor)
 
     def all_max(self, tensor: Tensor) -> Tensor:
-        """Return the element-wise maximum of a tensor over all ranks."""
+        """Return the element-wise maximum of a tensor over all ranks; every rank must call it."""
         return all_reduce(tensor, "max")
 
     def local_gradients(self) -> AbstractContextManager[None]:
-        """Context manager in which backward passes do not yet average gradients over ranks.
+        """Context manager in which backward passes accumulate gradients on each rank without averaging them over ranks.
 
         It is used for all micro-batches of an optimizer step except the last.
         """
@@ -52,6 +58,8 @@ class Ranks(LightningModule):
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
     def average_gradients(self) -> None:
-        """Average over the ranks those gradients that the strategy leaves out: of parameters outside sharded models."""
+        """With FSDP, average over the ranks the gradients of parameters that are not sharded; every rank must call it.
+        Other strategies average these themselves.
+        """
         if isinstance(self.trainer.strategy, FSDP):
             self.trainer.strategy.average_gradients()

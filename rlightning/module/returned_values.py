@@ -8,7 +8,8 @@ from rlightning.foreign_text import cut_value
 
 
 def returned_tensor(values: object, length: int, method: str, unit: str) -> Tensor:
-    """Return a method's values, one for each ``unit``, as a tensor [length]; integers are converted to floats.
+    """Return the values that an overridden method returned as a tensor [length], integers as floats; raise a
+    ConfigError for other values. ``method`` and ``unit`` are names for the error.
 
     Raises:
         ConfigError: the values are not numbers, or there are not ``length`` of them.
@@ -27,10 +28,11 @@ def returned_tensor(values: object, length: int, method: str, unit: str) -> Tens
 
 
 def returned_loss(values: object, num_tokens: int, term: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Check and return the result of a loss term: [T] losses, and [T] values by name for the metrics.
+    """Return what a loss term returned, [T] losses and [T] metrics by name, after a check; ``term`` is its name for the
+    error.
 
     Raises:
-        ConfigError: the result has another type or shape.
+        ConfigError: the result is no such pair, or the losses have another type or shape.
     """
     if not (isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], dict)):
         raise ConfigError(

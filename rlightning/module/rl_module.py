@@ -129,7 +129,8 @@ class RLModule(EvaluationSteps):
         return self.rewarder.read_columns(columns) if self._has_own_rewards else list(columns)
 
     def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> None:
-        """Raise a ConfigError if a set's reference answers get no reward; called by the data module on rank 0.
+        """Raise a ConfigError if too many reference answers of a prompt set get no reward as completions; called by the
+        data module on rank 0.
 
         ``where`` returns the file and line of a row, for the error.
         """
@@ -149,7 +150,9 @@ class RLModule(EvaluationSteps):
     # Set-up
 
     def configure_callbacks(self) -> list[Callback]:
-        """Raise a ConfigError for invalid settings. Lightning calls this before an engine or a model is loaded."""
+        """Return the callbacks that every run needs in addition to the user's; raise a ConfigError for invalid
+        settings. Lightning calls this before an engine or a model is loaded.
+        """
         ignore_warnings()
         stage = self.trainer.state.fn
         # A user's override may need no reward function, and an environment may give rewards.
@@ -178,7 +181,7 @@ class RLModule(EvaluationSteps):
         return [added for added in own if not any(isinstance(callback, type(added)) for callback in callbacks)]
 
     def setup(self, stage: str) -> None:
-        """Log the plan of the run; raise a ConfigError if there is no engine for training."""
+        """Log a summary of the run; raise a ConfigError if there is no engine for training."""
         start_recorder(run_folder(self.trainer.default_root_dir), f"rank {self.trainer.global_rank}")
         if self.generates and stage != "predict":
             self.choose_correction(self._engine.max_staleness)
@@ -186,18 +189,20 @@ class RLModule(EvaluationSteps):
             log.info(describe_start(self.trainer, self))
 
     def on_train_start(self) -> None:
-        """Validate before the first training step, if that is configured."""
+        """Run a validation before the first training step, if ``validate_first`` is set."""
         if self.validate_first and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 
     def on_save_checkpoint(self, checkpoint: StateDict) -> None:
-        """Save the number of updates in the checkpoint."""
+        """Save the numbers of updates and of consecutive steps without a signal in the checkpoint."""
         super().on_save_checkpoint(checkpoint)
         checkpoint["weight_version"] = self.weight_version
         checkpoint["num_steps_without_signal"] = self.without_signal.number
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
-        """Restore the number of updates from the checkpoint."""
+        """Restore the numbers of updates and of consecutive steps without a signal from the checkpoint; raise a
+        ConfigError if it is not of an rlightning run.
+        """
         if "weight_version" not in checkpoint:
             raise ConfigError(
                 "This checkpoint is not of an rlightning run. To start from its weights, name them in model."
@@ -211,7 +216,7 @@ class RLModule(EvaluationSteps):
         self.close()
 
     def close(self) -> None:
-        """End the processes that the module has started. May be called twice."""
+        """End the worker processes of the reward functions. May be called twice."""
         self.rewarder.close()
 
     # One step
@@ -240,7 +245,8 @@ class RLModule(EvaluationSteps):
         self.log_dict(self._no_update | metrics | {"step": float(self.trainer.global_step)})  # the loggers' x-axis
 
     def collect(self, prompts: list[Prompt]) -> RolloutBatch | None:
-        """Sample and reward trajectories; with ``max_refills``, sample again until enough groups have a signal.
+        """Sample and reward trajectories; with ``max_refills``, sample again until enough groups have a signal. Every
+        rank must call it.
 
         Returns:
             The kept trajectories, with rewards, on the CPU; None if no rank has any.
@@ -279,7 +285,8 @@ class RLModule(EvaluationSteps):
         return self.batch_type.concatenate(kept) if num_kept else None
 
     def balance(self, batch: RolloutBatch) -> RolloutBatch:
-        """Exchange trajectories between ranks, so that each rank has about equal work in the update.
+        """Exchange trajectories between ranks, so that each rank has about equal work in the update; every rank must
+        call it.
 
         Returns:
             Whole groups, on the CPU; ``group_ids`` are numbered over all ranks.
@@ -293,7 +300,8 @@ class RLModule(EvaluationSteps):
         )
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
-        """Sample ``samples_per_prompt`` trajectories of each prompt; with prompts in flight, return earlier ones.
+        """Sample ``samples_per_prompt`` trajectories of each prompt and return them. If prompts are kept in flight, the
+        groups returned may be those of earlier prompts.
 
         Returns:
             A batch without rewards, on the CPU, of the trajectories that count as sampled.
@@ -317,7 +325,7 @@ class RLModule(EvaluationSteps):
             self.rewarder.begin([one for one in trajectories if self._is_sampled(one)])
 
     def reward(self, batch: RolloutBatch) -> RolloutBatch:
-        """Set ``batch.rewards``; a reward that failed is NaN."""
+        """Compute rewards, set ``batch.rewards`` and return the batch; a reward that failed is NaN."""
         fire(self.trainer, self, "on_reward_start", batch)
         rewards = self.compute_rewards(batch)
         rewards = returned_tensor(rewards, batch.num_trajectories, "compute_rewards", "trajectories")
@@ -333,7 +341,9 @@ class RLModule(EvaluationSteps):
         return batch
 
     def estimate_advantages(self, batch: RolloutBatch) -> RolloutBatch:
-        """Set ``advantages``, and ``old_logprobs`` and ``ref_logprobs`` if the loss needs them."""
+        """Set ``batch.advantages``, and ``old_logprobs`` and ``ref_logprobs`` if the loss needs them, and return the
+        batch. Every rank must call it.
+        """
         limit = self.plan.max_tokens_per_microbatch
         evaluate = partial(self.evaluate_logprobs, batch, temperature=self.sampling.temperature, max_tokens=limit)
         if self.plan.optimizer_steps > 1 and self.proximal_policy == "recomputed":
@@ -420,7 +430,9 @@ class RLModule(EvaluationSteps):
         raise NotImplementedError(f"{type(self).__name__} does not define compute_advantages(batch).")
 
     def take_prompts(self, num_prompts: int) -> list[Prompt]:
-        """Return additional prompts of the training set, which the checkpoint records as consumed."""
+        """Return this rank's next ``num_prompts`` prompts of the training set, which the checkpoint records as
+        consumed; every rank must take the same number.
+        """
         taken: list[Prompt] = self.trainer.datamodule.take(num_prompts)  # type: ignore[attr-defined]
         return taken
 

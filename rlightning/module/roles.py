@@ -64,7 +64,9 @@ class ModelRole:
         return iter(()) if self.network is None else self.network.parameters()
 
     def apply_checkpointing(self, actor_share: Fraction) -> None:
-        """Checkpoint layers of the loaded network by ``gradient_checkpointing``, given the actor's share of layers."""
+        """Enable gradient checkpointing in the loaded network: in all layers, none, or for "auto" in the share
+        ``actor_share`` of them. Raise a ConfigError if a network with checkpointing is no Hugging Face model.
+        """
         share = actor_share if self.gradient_checkpointing == "auto" else Fraction(self.gradient_checkpointing)
         if not share:
             return
@@ -95,7 +97,8 @@ def parameters_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dic
 
 
 def clip_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str, Tensor]:
-    """Clip each trained role's gradients to its ``max_grad_norm``; drop gradients that are not finite.
+    """Clip each trained role's gradients in place to its ``max_grad_norm``, and return their norms; drop gradients that
+    are not finite. Every rank must call it.
 
     Returns:
         The metrics ``optim/grad_norm`` (before clipping) and ``optim/skipped``, [1] each; for roles other than the

@@ -37,10 +37,10 @@ def lock_run_of(trainer: Trainer) -> None:
 
 
 class UnlockRun(Callback):
-    """A callback that locks the folder again if it was removed, and unlocks it when the fit is over."""
+    """A callback that unlocks the run's folder after the fit, and renews a lock that was removed during the fit."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: object, batch: object, batch_idx: int) -> None:
-        """Lock the folder again if it was removed; called when a step begins."""
+        """Lock the folder again if it or its lock file was removed; called when a step begins."""
         relock_run(Path(trainer.default_root_dir).expanduser())
 
     def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:

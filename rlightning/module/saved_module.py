@@ -39,7 +39,7 @@ class SavedModule(PromptBatchModule):
 
     @property
     def settings(self) -> dict[str, object]:
-        """The configuration by key, as far as the module knows it."""
+        """The configuration by key, from which the command line has constructed this module; else empty."""
         return dict(self.configuration)
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -68,7 +68,7 @@ class SavedModule(PromptBatchModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Construct the module of a checkpoint (a file or a sharded folder), and load its weights.
+        """Construct and return the module of a checkpoint (a file or a sharded folder), with its weights loaded.
 
         Args:
             checkpoint_path: the file or folder.
@@ -109,7 +109,9 @@ class SavedModule(PromptBatchModule):
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """The arguments of ``save_hyperparameters``, for loggers and the report, with references for secrets."""
+        """The arguments that ``save_hyperparameters`` has recorded, for loggers and reports, with references in place
+        of secrets.
+        """
         concealed: AttributeDict = conceal(super().hparams_initial)
         return concealed
 

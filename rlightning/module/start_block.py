@@ -30,7 +30,8 @@ NAME_WIDTH = 8
 
 
 def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:
-    """Return the summary, with rows for model, layout, batch, memory, engine and output.
+    """Return the summary of a run that is logged at its start, with rows for model, layout, batch, memory, engine and
+    output.
 
     Called after the callbacks' ``setup``, before weights are loaded.
     """
@@ -48,7 +49,7 @@ def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:
 
 
 def wrap(name: str, text: str) -> str:
-    """Return a row of the summary; text that does not fit on the first line is indented."""
+    """Return a row of the summary, name and text, wrapped to :data:`WIDTH` characters with further lines indented."""
     return fill(
         f"{name:<{NAME_WIDTH}}{text}",
         WIDTH,
@@ -59,7 +60,7 @@ def wrap(name: str, text: str) -> str:
 
 
 def describe_model(trainer: Trainer, module: EvaluationSteps) -> str:
-    """Return the model's name, its size, and how it is computed."""
+    """Return the model's name and size, its reference and adapter, and which attention and compilation it uses."""
     device, num_parameters = trainer.strategy.root_device, count_weights(module.model_config).total
     computes_in = torch.bfloat16 if trainer.precision.startswith("bf16") else torch.get_default_dtype()
     _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
@@ -101,7 +102,7 @@ def describe_memory(trainer: Trainer, module: EvaluationSteps) -> str:
 
 
 def describe_output(trainer: Trainer, module: EvaluationSteps) -> str:
-    """Return the folders that the run writes to, and the size of a checkpoint; "" if only an engine writes its log."""
+    """Return the folders that the run writes to, with the size of a checkpoint; "" if there are none."""
     assert trainer.state.fn is not None
     folder, stage = Path(trainer.default_root_dir), trainer.state.fn.value
     if execution_mode() is ExecutionMode.WORKER:  # the controller has the loggers
@@ -130,7 +131,9 @@ def describe_checkpoints(trainer: Trainer, module: EvaluationSteps, folder: Path
 
 
 def checkpoint_bytes(module: EvaluationSteps, itemsize: int, *, has_state: bool) -> float:
-    """Return the bytes of a checkpoint's weights, ``itemsize`` each, and optimizer state, of roles of known size."""
+    """Return the bytes of a checkpoint: trained weights of ``itemsize`` bytes each, and with ``has_state`` the
+    optimizer state. Roles of unknown size are left out.
+    """
     size = 0.0
     for name, role in module.configure_roles().items():
         if role.optimizer is not None and role.config is not None and (name == ACTOR or can_count(role.config)):

@@ -97,7 +97,9 @@ _DATA = {
 
 
 def check_data_source(trainer: Trainer, module: LightningModule) -> None:
-    """Raise a ConfigError for loaders instead of a data module: their batches are not prompts."""
+    """Raise a ConfigError if the Trainer has no data module but, for example, a loader, whose batches are not prompts.
+    A module that overrides the loader's hook needs no data module.
+    """
     assert trainer.state.fn is not None
     command = trainer.state.fn.value
     hook, argument = _DATA[command]
@@ -129,7 +131,7 @@ def check_unused_options(options: Mapping[str, object]) -> None:
 
 
 def check_callbacks(listed: Iterable[Callback | type]) -> None:
-    """Raise a ConfigError for callbacks of Lightning, or classes of them, that cannot work with RLModule."""
+    """Raise a ConfigError if a callback, or a callback class, is one of Lightning's that cannot work with RLModule."""
     for callback in listed:
         kind = callback if isinstance(callback, type) else type(callback)
         for refused, reason in REFUSED_CALLBACKS.items():

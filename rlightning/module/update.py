@@ -163,7 +163,9 @@ class UpdateModule(PolicyModule):
         return self.adapter is not None and self.reference_path == self.model_path
 
     def choose_correction(self, max_staleness: int) -> None:
-        """With ``rollout_correction="auto"``, enable the correction if staleness is allowed (arXiv:2505.24298)."""
+        """With ``rollout_correction="auto"``, set ``active_correction``: a correction if ``max_staleness`` is above 0
+        (arXiv:2505.24298), otherwise None.
+        """
         if self.rollout_correction == "auto":
             self.active_correction = RolloutCorrection() if max_staleness > 0 else None
         if self.rollout_correction == "auto" and self.active_correction is not None:
@@ -175,13 +177,14 @@ class UpdateModule(PolicyModule):
             )
 
     def leave_out_skippable(self, batch: RolloutBatch) -> RolloutBatch:
-        """Mark the sequences that the update can skip, and balance the others' costs over the ranks.
+        """Set ``batch.is_skipped`` for sequences without a gradient, and exchange groups between ranks to balance the
+        cost of the others. Every rank must call it.
 
         Args:
             batch: a batch with advantages, on the CPU.
 
         Returns:
-            This rank's part of the batch.
+            This rank's part of the batch after the exchange.
         """
         batch.is_skipped = self.skippable_sequences(batch)
         return rebalance(
@@ -193,7 +196,8 @@ class UpdateModule(PolicyModule):
         )
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
-        """Run the rollout's optimizer steps, which count as one step of the trainer, and return the update's metrics.
+        """Run the rollout's optimizer steps, which count as one step of the Trainer, and return the update's metrics;
+        every rank must call it.
 
         Args:
             batch: a batch with advantages, on the CPU.
@@ -219,7 +223,9 @@ class UpdateModule(PolicyModule):
         return metrics | rates
 
     def skip_update(self) -> dict[str, float]:
-        """Advance the trainer's step count and the schedules without changing weights; return the update's metrics."""
+        """Advance the Trainer's step count and the schedules without changing weights, and return the metrics of this
+        skipped update.
+        """
         optimizers = wrapped_optimizers(self)
         for optimizer in optimizers:
             optimizer.zero_grad()  # with gradients of None, a step changes nothing
@@ -229,7 +235,7 @@ class UpdateModule(PolicyModule):
         return {"optim/skipped": 1.0} | rates
 
     def skippable_sequences(self, batch: RolloutBatch) -> Tensor:
-        """Return which sequences have no gradient, so that forward and backward can skip them.
+        """Return which sequences have no gradient, so that forward and backward can skip them; every rank must call it.
 
         These are the sequences with zero advantage on all sampled tokens, if no term of the loss has a gradient on them
         on any rank (:func:`~rlightning.objectives.zero_gradient.has_zero_gradient`). Normalisers still count them. An
@@ -266,7 +272,8 @@ class UpdateModule(PolicyModule):
         return [torch.isin(groups, torch.tensor(chosen)).nonzero()[:, 0] for epoch in epochs for chosen in epoch]
 
     def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
-        """Run forward and backward over one minibatch; the number of micro-batches does not change the gradient.
+        """Run forward and backward over one minibatch, adding to gradients and to ``means``; the number of
+        micro-batches does not change the gradient. Every rank must call it.
 
         The host never waits for the device, so that it can queue work in advance.
         """
@@ -289,7 +296,9 @@ class UpdateModule(PolicyModule):
                 self.manual_backward(self.loss(batch, means) * self.data_parallel_size)
 
     def loss(self, batch: RolloutBatch, means: RunningMeans) -> Tensor:
-        """Return this micro-batch's share of the minibatch's loss, which is the sum of :meth:`loss_components`."""
+        """Return this micro-batch's share of the minibatch's loss, the sum of :meth:`loss_components`, and add its
+        metrics to ``means``.
+        """
         forward = ForwardPass(*self.compute_logprobs(batch))
         if batch.old_logprobs is None:
             staleness = self.weight_version - batch.weight_versions
@@ -361,12 +370,15 @@ class UpdateModule(PolicyModule):
 
 
 def checked_term(component: LossComponent, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:
-    """Return a loss component's result; raise a ConfigError unless it has one loss for each token, and metrics."""
+    """Return the result of a loss component: [T] losses, and metrics by name; raise a ConfigError if it has another
+    form.
+    """
     return returned_loss(component.term(forward, batch), batch.num_tokens, component.name)
 
 
 def count_units(minibatch: RolloutBatch) -> Tensor:
-    """Set ``group_lengths`` of this rank's part of a minibatch, which consists of whole groups.
+    """Return the numbers by which a loss can be normalised, for this rank's part of a minibatch (whole groups), and set
+    ``group_lengths``, the sampled tokens of each trajectory's group.
 
     Returns:
         [5] float64: the numbers of sampled tokens, sequences, trajectories, groups and turns of the policy in it.

@@ -15,7 +15,7 @@ ROUNDING = 1e-9
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool = True) -> Tensor:
-    """Subtract from each reward its group's mean; with ``scale_by_std`` divide by the group's standard deviation.
+    """Return each reward minus its group's mean; with ``scale_by_std`` divided by the group's standard deviation.
 
     ``A_i = (r_i - mean(r)) / std(r)`` (GRPO, arXiv:2402.03300, section 4.1.2); without the division that of Dr. GRPO
     (arXiv:2503.20783, section 3.2). ``std`` is the sample standard deviation (over ``n - 1``), plus 1e-6.
@@ -36,7 +36,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale_by_std: bool =
 
 
 def leave_one_out(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None) -> Tensor:
-    """Compare each reward with the mean of the others in its group (RLOO, arXiv:2402.14740).
+    """Return each reward minus the mean of the other rewards in its group (RLOO, arXiv:2402.14740).
 
     ``A_i = r_i - sum_{j != i} r_j / (n - 1)``, which is ``n / (n - 1) * (r_i - mean(r))``.
 
@@ -62,7 +62,7 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor, trajectory_ids: Tensor | N
 
 
 def whiten(values: Tensor, mask: Tensor, all_sum: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Scale the values under ``mask`` to mean 0 and standard deviation 1 over the whole batch and all ranks.
+    """Return the values under ``mask``, scaled to mean 0 and standard deviation 1 over the whole batch and all ranks.
 
     ``(A - mean(A)) / std(A)`` over every token of the global batch (REINFORCE++, arXiv:2501.03262, eq. 10). ``std`` is
     the population's, and at least 1e-4.

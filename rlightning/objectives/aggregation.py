@@ -23,7 +23,7 @@ def aggregate(
     group_lengths: Tensor | None = None,
     constant: float | None = None,
 ) -> Tensor:
-    """Reduce token losses to this micro-batch's share of the loss of the whole optimizer step.
+    """Return the share that this micro-batch's token losses contribute to the scalar loss of the whole optimizer step.
 
     The shares of all micro-batches and ranks ADD UP to the loss, however the step's sequences were split, because
     ``totals`` counts all of them. A framework that averages gradients over ranks needs the share times the world size.

@@ -139,7 +139,8 @@ class ClippedSurrogate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CappedWeight:
-    """CISPO's loss: :func:`~rlightning.objectives.capped_weight_loss` of the token's ratio.
+    """CISPO's loss: REINFORCE with a detached weight, each token's clipped ratio
+    (:func:`~rlightning.objectives.capped_weight_loss`).
 
     Attributes:
         max_ratio: the largest weight, as an absolute value of the ratio.
@@ -168,7 +169,8 @@ class CappedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftGate:
-    """SAPO's loss: :func:`~rlightning.objectives.soft_gate_loss` of the token's ratio.
+    """SAPO's loss: a sigmoid gate of each token's ratio in place of a clip
+    (:func:`~rlightning.objectives.soft_gate_loss`).
 
     Attributes:
         temperature_positive: how fast the gradient of tokens with a positive advantage decays as the ratio leaves 1.

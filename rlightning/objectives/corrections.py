@@ -64,7 +64,7 @@ class RolloutCorrection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lower and the upper bound, with the kind's defaults for None."""
+        """The lower and the upper bound of the ratio; a bound that is None is the default of ``kind``."""
         lower, upper = _DEFAULT_BOUNDS[self.kind]
         return (lower if self.lower is None else self.lower, upper if self.upper is None else self.upper)
 

@@ -102,7 +102,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 
 def check_plan(kind: str, config: PreTrainedConfig, work: Work) -> None:
     """Plan each part of a run that depends on the architecture; of one that is not common, layers as compiled alone."""
-    planned = MemoryPlan(replace(work, config=config).beside([VLLMRollout(max_new_tokens=64)], 64), 80 << 30)
+    planned = MemoryPlan(replace(work, config=config).with_callbacks([VLLMRollout(max_new_tokens=64)], 64), 80 << 30)
     assert planned.trainer.weights.held > 0 and planned.engine.num_sequences(80 << 30) > 0
     tokens = (2 * work.longest, work.longest)
     if kind in COMMON:
