@@ -12,7 +12,7 @@ PHASES = ("generate", "reward", "update", "sync", "engine_start")
 
 
 class PhaseTimer(RunCallback):
-    """Base of callbacks that need the duration of each phase of a step.
+    """Base of callbacks that need the duration of each phase of a step, such as rollout, reward, update or weight sync.
 
     A step lasts from ``on_train_batch_start`` to ``on_train_batch_end``; in a loop without these hooks from the first
     ``on_rollout_start`` to ``on_update_end``. At its end :meth:`on_step_timed` is called.

@@ -48,7 +48,7 @@ def members(protocol: Callable[..., object]) -> list[str]:
 
 
 class CallsHooks(Protocol):
-    """A loop that has callbacks, as :func:`rlightning.hooks.fire` requires."""
+    """A training loop with a list of callbacks, on which :func:`rlightning.hooks.fire` calls hooks."""
 
     @property
     def callbacks(self) -> Sequence[object]: ...
@@ -61,91 +61,91 @@ Loop: TypeAlias = "lightning.pytorch.Trainer | lightning.fabric.Fabric | CallsHo
 
 
 class CountsSteps(Protocol):
-    """A loop with the number of finished rollout steps."""
+    """A training loop with its number of finished rollout steps as ``global_step``."""
 
     @property
     def global_step(self) -> int: ...
 
 
 class HasFolder(Protocol):
-    """A loop with the folder of the run."""
+    """A training loop with the run's folder as ``default_root_dir``; None if it has none."""
 
     @property
     def default_root_dir(self) -> str | Path | None: ...
 
 
 class HasLoggers(Protocol):
-    """A loop with loggers, of Lightning or others."""
+    """A training loop with a list of ``loggers``, Lightning's or others."""
 
     @property
     def loggers(self) -> Sequence[object]: ...
 
 
 class HasMetrics(CountsSteps, Protocol):
-    """A loop with the latest value of each metric."""
+    """A training loop with the latest value of each metric, by name, as ``callback_metrics``."""
 
     @property
     def callback_metrics(self) -> "Mapping[str, Tensor]": ...
 
 
 class HasStrategy(Protocol):
-    """A Lightning Trainer or another loop with a strategy."""
+    """A training loop with a ``strategy``, such as Lightning's Trainer."""
 
     @property
     def strategy(self) -> object: ...
 
 
 class HasRootDevice(Protocol):
-    """A strategy that knows the device of its rank."""
+    """A strategy with this rank's device as ``root_device``."""
 
     @property
     def root_device(self) -> "torch.device": ...
 
 
 class HasDevice(Protocol):
-    """A loop, a module or an accelerator that knows its device."""
+    """A training loop, a module or an accelerator with its ``device``; None if unknown."""
 
     @property
     def device(self) -> "torch.device | str | None": ...
 
 
 class HasAccelerator(Protocol):
-    """A loop on accelerate, such as transformers' Trainer."""
+    """A training loop with an ``accelerator`` of Hugging Face's accelerate, such as transformers' Trainer."""
 
     @property
     def accelerator(self) -> object: ...
 
 
 class HasFitLoop(Protocol):
-    """Lightning's Trainer, whose fit loop has the progress of training."""
+    """Lightning's Trainer, whose ``fit_loop`` counts the finished batches and steps."""
 
     @property
     def fit_loop(self) -> "FitLoop": ...
 
 
 class HasCheckpoint(Protocol):
-    """A loop that may resume from a checkpoint."""
+    """A training loop with the path of the checkpoint that it loads as ``ckpt_path``; None for no checkpoint."""
 
     @property
     def ckpt_path(self) -> str | Path | None: ...
 
 
 class HasData(Protocol):
-    """A loop that may have a data module."""
+    """A training loop with its data module as ``datamodule``; None if it has none."""
 
     @property
     def datamodule(self) -> object: ...
 
 
 class HasOptimizers(Protocol):
-    """A loop with several optimizers, plain or wrapped by Lightning, Fabric or accelerate."""
+    """A training loop with a list of ``optimizers``, plain or wrapped by Lightning, Fabric or accelerate."""
 
     @property
     def optimizers(self) -> "Sequence[Optimizer]": ...
 
 
 class HasOptimizer(Protocol):
-    """A loop with one optimizer, wrapped or not."""
+    """A training loop with a single ``optimizer``, wrapped or not; None before it is created."""
 
     @property
     def optimizer(self) -> "Optimizer | None": ...
@@ -155,7 +155,7 @@ class HasOptimizer(Protocol):
 
 
 class HasEnvironment(Protocol):
-    """A callback whose rollouts may come from an environment."""
+    """A callback with the ``environment`` that produces its rollouts; None if the policy only completes prompts."""
 
     @property
     def environment(self) -> object: ...
@@ -169,21 +169,21 @@ class HasPromptFormat(Protocol):
 
 
 class HasPromptLimit(Protocol):
-    """A data module with a limit on prompt length in tokens; None for the model's limit."""
+    """A data module with a limit on prompt length in tokens, ``max_prompt_tokens``; None for the model's limit."""
 
     @property
     def max_prompt_tokens(self) -> int | None: ...
 
 
 class HasValidationSets(Protocol):
-    """A data module with validation sets."""
+    """A data module with a list of ``validation_sets``, each with a name and perhaps a sampling temperature."""
 
     @property
     def validation_sets(self) -> "Sequence[NamedSet]": ...
 
 
 class NamedSet(Protocol):
-    """A validation set with a name."""
+    """A validation set with its name, and its sampling temperature; None for the run's temperature."""
 
     @property
     def name(self) -> str: ...
@@ -193,21 +193,21 @@ class NamedSet(Protocol):
 
 
 class HasLongestLimit(Protocol):
-    """A data module with the largest limit on completion tokens that a row has of its own; 0 if no row has one."""
+    """A data module whose rows may limit their own completion tokens: ``longest_limit`` is the maximum, or 0."""
 
     @property
     def longest_limit(self) -> int: ...
 
 
 class HasPredictPrompts(Protocol):
-    """A data module that has read the prompts of a prediction."""
+    """A data module with the prompts of ``trainer.predict()`` as ``predict_prompts``; None before it has read them."""
 
     @property
     def predict_prompts(self) -> "Sequence[Prompt] | None": ...
 
 
 class LeavesOutPrompts(Protocol):
-    """A data module that can skip prompts, such as those already completed."""
+    """A data module whose ``leave_out()`` excludes prompts from a prediction, such as those already completed."""
 
     def leave_out(self, is_done: "Callable[[Prompt], bool] | None", /) -> None: ...
 
@@ -216,7 +216,7 @@ class LeavesOutPrompts(Protocol):
 
 
 class HasBackend(Protocol):
-    """A tokenizer of transformers that is based on the tokenizers library."""
+    """A "fast" tokenizer of transformers, with the object of the tokenizers library as ``backend_tokenizer``."""
 
     @property
     def backend_tokenizer(self) -> "Tokenizer": ...
@@ -226,7 +226,7 @@ class HasBackend(Protocol):
 
 
 class SampledPolicy(Protocol):
-    """A module whose policy rollout callbacks can sample from. ``examples/plain_loop.py`` has a small one.
+    """What a rollout callback needs of a module to sample from its policy; ``examples/plain_loop.py`` has a small one.
 
     Attributes:
         weight_version: version of the actor's weights; the training loop increases it when it changes the weights.
@@ -252,14 +252,14 @@ class SampledPolicy(Protocol):
 
 
 class HasWeightVersion(Protocol):
-    """A module that counts the versions of its weights."""
+    """A module with the version of its weights, ``weight_version``, which grows when the weights change."""
 
     @property
     def weight_version(self) -> int: ...
 
 
 class AdapterSettings(Protocol):
-    """The settings of an adapter (LoRA) that other modules of this package use."""
+    """The settings of a LoRA adapter: its rank, the adapted layers with their sizes, and its number of parameters."""
 
     @property
     def rank(self) -> int: ...
@@ -274,7 +274,7 @@ class AdapterSettings(Protocol):
 
 
 class HasAdapter(Protocol):
-    """A module that may train an adapter of a frozen base model.
+    """A module that may train a LoRA adapter of a frozen base model; ``adapter`` is None if it trains all weights.
 
     Attributes:
         sends_adapter: whether the adapter is sent to samplers separately, rather than merged into the base; set by the
@@ -296,93 +296,93 @@ class HasAdapter(Protocol):
 
 
 def adapter_of(module: object) -> AdapterSettings | None:
-    """Return the adapter that a module trains; None if it trains all weights."""
+    """Return the settings of the adapter that a module trains; None if it trains all weights."""
     return module.adapter if has(module, HasAdapter) else None
 
 
 class Generates(Protocol):
-    """A module that may train on the data set's completions instead of sampled ones."""
+    """A module that declares, by ``generates``, whether it trains on sampled completions or on the data set's."""
 
     @property
     def generates(self) -> bool: ...
 
 
 class SelectsSampled(Protocol):
-    """A module that selects which trajectories count as sampled."""
+    """A module whose ``select_sampled()`` returns the trajectories of a batch that count, without failed ones."""
 
     def select_sampled(self, batch: "RolloutBatch") -> "RolloutBatch": ...
 
 
 class HasTensorParallelRank(Protocol):
-    """A module whose tensor-parallel ranks share one batch."""
+    """A module with this rank's index in its tensor-parallel group, whose ranks all get the same batch."""
 
     @property
     def tensor_parallel_rank(self) -> int: ...
 
 
 class HasTensorParallelSize(Protocol):
-    """A module that several tensor-parallel ranks compute together."""
+    """A module or strategy with the number of ranks that split each layer, ``tensor_parallel_size``."""
 
     @property
     def tensor_parallel_size(self) -> int: ...
 
 
 class HasModel(Protocol):
-    """A module with the path or hub name of its model."""
+    """A module with its model's path or Hugging Face name as ``model_path``."""
 
     @property
     def model_path(self) -> str: ...
 
 
 class HasSampling(Protocol):
-    """A module with the sampling parameters of its completions."""
+    """A module with the sampling parameters of its completions, such as the temperature, as ``sampling``."""
 
     @property
     def sampling(self) -> "DataclassInstance": ...
 
 
 class HasGroupSize(Protocol):
-    """A module with the number of trajectories in a group."""
+    """A module with the number of trajectories that it samples of each prompt, ``samples_per_prompt``."""
 
     @property
     def samples_per_prompt(self) -> int: ...
 
 
 class HasConfig(Protocol):
-    """A module with the configuration of its network."""
+    """A module with the transformers configuration of its network as ``model_config``."""
 
     @property
     def model_config(self) -> "PreTrainedConfig": ...
 
 
 class HasPlan(Protocol):
-    """A module with the sizes of a training step: prompts, samples, minibatches, epochs."""
+    """A module with the numbers of prompts, samples, minibatches and epochs of a training step as ``plan``."""
 
     @property
     def plan(self) -> "BatchPlan": ...
 
 
 class HasCosts(Protocol):
-    """A module that estimates the floating point operations of an update."""
+    """A module whose ``costs()`` returns the floating point operations of training on each sequence of a batch: [N]."""
 
     def costs(self, batch: "RolloutBatch") -> "Tensor": ...
 
 
 class HasRoles(Protocol):
-    """A module with several models, by role."""
+    """A module with several models, as ``roles``: by role, such as "reference"."""
 
     @property
     def roles(self) -> Mapping[str, object]: ...
 
 
 class SumsOverRanks(Protocol):
-    """A module that can sum a tensor over ranks."""
+    """A module whose ``world_sum()`` sums a tensor over all ranks; every rank must call it."""
 
     def world_sum(self, values: "Tensor") -> "Tensor": ...
 
 
 class LogsMetrics(Protocol):
-    """A module that logs metrics."""
+    """A module whose ``log_dict()`` logs metrics by name."""
 
     def log_dict(self, metrics: Mapping[str, float], /) -> None: ...
 
@@ -394,20 +394,20 @@ class Closes(Protocol):
 
 
 class HasUsualOptimizers(Protocol):
-    """A module that declares whether its optimizers are the package's own, which need no check."""
+    """A module that declares whether its optimizers are the package's own, which need no check before engines start."""
 
     @property
     def has_usual_optimizers(self) -> bool: ...
 
 
 class SavesHF(Protocol):
-    """A module that can be exported."""
+    """A module whose ``save_hf()`` writes its model as a Hugging Face folder."""
 
     def save_hf(self, path: Path) -> None: ...
 
 
 class SavesAdapter(HasAdapter, Protocol):
-    """A module whose adapter can be exported separately."""
+    """A module whose ``save_adapter()`` writes its adapter alone as a PEFT folder."""
 
     def save_adapter(self, path: Path) -> None: ...
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def approximate_proximal(logprobs: Tensor, rollout_logprobs: Tensor, ages: Tensor, progress: float) -> Tensor:
-    """Approximate the log-probabilities under the policy before the update without a forward pass.
+    """Return approximate log-probabilities of tokens under the policy before this update, without a forward pass.
 
     Log-probabilities are interpolated linearly between the sampler, which is ``ages`` updates older, and the current
     policy, which is ``progress`` of an update newer (A-3PO, arXiv:2512.06547, with versions in fractions of an update):

@@ -18,7 +18,9 @@ TurnBaseline = Literal["group", "turn"]
 
 
 class Traces(NamedTuple):
-    """The agents' traces in a batch: rewards, groups and turns of each agent of each trajectory.
+    """The agents' parts ("traces") of the trajectories in a batch: the reward, group and turns of each.
+
+    A trajectory whose environment returned no traces has a single trace, with all of its turns.
 
     Attributes:
         rewards: [A] float64: the trajectory's total reward, plus the trace's reward minus the environment's reward.
@@ -34,7 +36,7 @@ class Traces(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch, rewards: Tensor | None = None) -> Self:
-        """Return the traces of a batch, on the CPU.
+        """Return the traces of all trajectories in a batch, with tensors on the CPU.
 
         Args:
             batch: a batch with rewards.
@@ -66,12 +68,12 @@ class Traces(NamedTuple):
 
     @property
     def order(self) -> Tensor:
-        """[K] int64: the index of each turn, sorted by trace, among the turns in the trajectories' order."""
+        """For each of the K turns, sorted by trace, its index among all turns of the policy in the batch: [K] int64."""
         return torch.tensor([turn for turns in self.turns for turn in turns], dtype=torch.int64)
 
     @property
     def of_turns(self) -> Tensor:
-        """[K] int64, the index of the trace that each turn belongs to."""
+        """For each of the K turns, sorted by trace, the index of its trace: [K] int64."""
         return torch.arange(len(self.turns)).repeat_interleave(torch.tensor(list(map(len, self.turns))).long())
 
 
@@ -96,7 +98,7 @@ class Turns(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch) -> Self:
-        """Return the turns of a batch with rewards, on the CPU.
+        """Return the policy's turns in a batch whose rewards are computed, with tensors on the CPU.
 
         Raises:
             ConfigError: an environment gave another number of turn rewards than the policy has turns.
@@ -119,7 +121,7 @@ class Turns(NamedTuple):
         )
 
     def discount_rewards(self, discount: float) -> Tensor:
-        """Return each turn's discounted return: ``G_k = r_k + discount * G_{k+1}``: [K] float64."""
+        """Return each turn's discounted return within its trace, ``G_k = r_k + discount * G_{k+1}``: [K] float64."""
         returns = self.rewards.clone()
         for number in range(max(self.numbers.tolist(), default=0), 0, -1):
             later = (self.numbers == number).nonzero()[:, 0]
@@ -127,17 +129,19 @@ class Turns(NamedTuple):
         return returns
 
     def sum_tokens(self, values: Tensor) -> Tensor:
-        """Sum [T] values over the tokens that each turn sampled: [K] float64."""
+        """Return, for each turn, the sum of token ``values`` [T] over the tokens that the turn sampled: [K] float64."""
         is_sampled = self.of_tokens >= 0
         return torch.zeros_like(self.rewards).index_add(0, self.of_tokens[is_sampled], values[is_sampled].double())
 
     def to_tokens(self, values: Tensor) -> Tensor:
-        """Repeat [K] values over the tokens that each turn sampled: [T], 0 elsewhere."""
+        """Repeat the value of each turn [K] over the tokens that the turn sampled: [T], 0 for other tokens."""
         return torch.cat([values, values.new_zeros(1)])[self.of_tokens]
 
 
 class Returns(NamedTuple):
-    """The values that group baselines compare: rewards of trajectories or of agents, or returns of turns.
+    """Rewards or returns from which group advantages are computed, with the group in which each is compared.
+
+    There is one value for each trajectory, for each agent's trace, or for each turn.
 
     Attributes:
         values: [U], rewards or returns.
@@ -154,7 +158,7 @@ class Returns(NamedTuple):
 
     @classmethod
     def of_trajectories(cls, batch: RolloutBatch, rewards: Tensor | None = None) -> Self:
-        """Return each trajectory's reward, compared within its group; all of its tokens get the same advantage.
+        """Return one reward for each trajectory, to be compared within its group; all of its tokens get one advantage.
 
         For trajectories with traces, return each trace's reward, compared with those of the same agent in the group;
         the advantage of a trace applies to the tokens of its agent.
@@ -173,7 +177,9 @@ class Returns(NamedTuple):
 
     @classmethod
     def of_turns(cls, batch: RolloutBatch, turns: Turns, discount: float, baseline: TurnBaseline) -> Self:
-        """Return each turn's discounted return.
+        """Return the discounted return of each turn, with the group of turns in which it is compared.
+
+        The baseline determines this group:
 
         - group: to be compared with the returns of all turns of the group (of the same agent).
         - turn: to be compared with those of the same turn in the group's other trajectories, which must have as many
@@ -195,14 +201,14 @@ class Returns(NamedTuple):
         return cls(turns.discount_rewards(discount), groups, turns.trajectory_ids, turns.of_tokens)
 
     def to_tokens(self, batch: RolloutBatch, values: Tensor) -> Tensor:
-        """Repeat [U] values over the tokens to which they belong: [T]."""
+        """Repeat ``values`` [U], one for each reward or return, over the tokens to which each applies: [T]."""
         if self.of_tokens is None:
             return batch.to_tokens(values)
         return torch.cat([values, values.new_zeros(1)])[self.of_tokens]
 
 
 def find_signal(batch: RolloutBatch, rewards: Tensor, *, tolerance: float = EPSILON) -> Tensor:
-    """Return which trajectories are in a group whose rewards differ: [M] bool, see :func:`has_signal`.
+    """Return for each trajectory whether the rewards in its group differ, so that there is a learning signal: [M] bool.
 
     With several agents, it suffices that the rewards of one agent differ.
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def sum_by_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum [T] values over each sequence.
+    """Return the sum of token ``values`` over each sequence of a packed tensor: [N] from [T].
 
     Args:
         values: [T]; half precision is summed in float32.
@@ -22,7 +22,7 @@ def sum_by_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def sum_by_run(values: Tensor, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum [T] values over each run of tokens with the same id in one sequence, such as the tokens of a turn.
+    """Sum token values over each run of equal ids in a sequence, such as a turn; return each token's sum: [T].
 
     Args:
         values: [T].
@@ -42,7 +42,7 @@ def sum_by_run(values: Tensor, ids: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def spread_to_tokens(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Repeat a value for each sequence [N] over the sequence's tokens.
+    """Repeat each sequence's value over the sequence's tokens in a packed tensor: [T] from [N].
 
     Args:
         values: [N].

@@ -17,7 +17,7 @@ MIN_LOGPROB = -60.0
 
 
 def has_zero_gradient(components: Sequence[LossComponent], batch: RolloutBatch) -> bool:
-    """Return whether every weighted loss term has zero gradient on these sequences for any output of the model.
+    """Return whether no loss term can have a gradient on these sequences, whatever log-probabilities the model returns.
 
     Each term is differentiated at random log-probabilities and entropies, with importance ratios of exactly 1, near 1,
     and far beyond every clip; and with old log-probabilities equal to the sampler's, near them, and far beyond every

@@ -21,7 +21,9 @@ State = dict[str, Tensor]
 
 
 class StoredMomentsAdamW(AdamW):
-    """AdamW that unpacks its stored moments during a step, for some parameters at a time.
+    """AdamW that stores its moments in bfloat16, in 8 bits or in host memory, and restores them only during a step.
+
+    They are restored for some parameters at a time, which limits the device memory that this needs.
 
     The step itself is torch's, on the parameters' device and in their dtype. Stored moments are rounded stochastically,
     with random numbers from the run's seed, the step, the parameter's index and the shard: the same after a resume, and
@@ -51,7 +53,7 @@ class StoredMomentsAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take an optimizer step; arguments and result are those of AdamW."""
+        """Take an optimizer step as AdamW does; return the result of ``closure``, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -78,7 +80,7 @@ class StoredMomentsAdamW(AdamW):
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load moments in any stored format; each is converted directly to this optimizer's format."""
+        """Load a state dict with moments in any stored format, and convert them to this optimizer's format."""
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -133,7 +135,7 @@ def _moment_bytes(parameter: Tensor) -> int:
 
 
 def fetch(state: State, parameter: Tensor) -> State:
-    """Return a parameter's stored state in AdamW's format, on the parameter's device."""
+    """Return a parameter's stored state as plain AdamW has it: moments in the parameter's dtype and on its device."""
     fetched = {"step": state["step"]}
     for name in SIGNED:
         keys = [key for key in (name, scale_name(name)) if key in state]
@@ -143,7 +145,7 @@ def fetch(state: State, parameter: Tensor) -> State:
 
 
 def fetch_all(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Convert a stored state dict of any format to the parameters' dtype, for a plain AdamW to load."""
+    """Return a state dict for a plain AdamW: moments of any stored format are converted to the parameters' dtype."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     owners = dict(zip(numbers, parameters, strict=True))
@@ -152,7 +154,7 @@ def fetch_all(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 
 
 def seeded(seed: str, parameter: Tensor, device: torch.device) -> Generator:
-    """Return a parameter's random generator: seeded equally for copies of a shard, and differently for each shard."""
+    """Return a random generator for rounding a parameter's moments: the same on ranks with copies of one shard."""
     if isinstance(parameter, DTensor):
         coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
         is_copy = [placement.is_replicate() for placement in parameter.placements]

@@ -30,12 +30,12 @@ def bytes_per_parameter(states: OptimizerStates, itemsize: int = 4) -> float:
 
 
 def scale_name(name: str) -> str:
-    """Return the key under which the optimizer's state contains the scales of a moment."""
+    """Return the key of a moment's block scales in the optimizer's state, such as "exp_avg_scale"."""
     return f"{name}_scale"
 
 
 def pack_moment(name: str, values: Tensor, states: OptimizerStates, generator: Generator) -> dict[str, Tensor]:
-    """Return a moment in the format that is stored between steps.
+    """Convert one of AdamW's moments to the format in which it is stored between steps; return the tensors by name.
 
     Args:
         name: AdamW's name of the moment, such as "exp_avg".
@@ -56,7 +56,7 @@ def pack_moment(name: str, values: Tensor, states: OptimizerStates, generator: G
 
 
 def unpack_moment(name: str, kept: Mapping[str, Tensor]) -> Tensor:
-    """Return the moment from the result of :func:`pack_moment`, in its dtype; float32 if it was stored in 8 bits."""
+    """Return the moment that :func:`pack_moment` stored, in its stored dtype; float32 if it was stored in 8 bits."""
     if (scales := kept.get(scale_name(name))) is None:
         return kept[name]
     return dequantize(kept[name], scales, is_signed=SIGNED[name])
@@ -77,7 +77,9 @@ def round_to_bfloat16(values: Tensor, generator: Generator) -> Tensor:
 
 
 def quantize(values: Tensor, *, is_signed: bool, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Quantise a tensor in blocks with dynamic levels (arXiv:2110.02861, section 2), rounded stochastically.
+    """Quantise a tensor to 8-bit codes, with a scale for each block of a row; values are rounded stochastically.
+
+    The codes have dynamic levels (arXiv:2110.02861, section 2).
 
     A block is a part of a row, so that shards of rows have their own blocks. A number is divided by the block's largest
     magnitude, and stored as the index of one of the two nearest levels. Unsigned numbers (the second moment) are stored
@@ -125,13 +127,13 @@ def dequantize(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
 
 @cache
 def block_length(num_columns: int) -> int:
-    """Return the largest block length, up to :data:`BLOCK`, that divides the row length."""
+    """Return the number of values with a common scale in a row of ``num_columns``: its largest divisor up to 128."""
     return max(length for length in range(1, BLOCK + 1) if num_columns % length == 0)
 
 
 @cache
 def levels(is_signed: bool, device: torch.device) -> Tensor:
-    """Return the values of the 255 codes, ascending: denser towards 0, over seven powers of ten, up to 1.
+    """Return the 255 numbers that 8-bit codes stand for, ascending to 1: denser near 0, over seven powers of ten.
 
     As in arXiv:2110.02861, with two differences. Levels include both -1 and 1, so that the largest magnitude is exact.
     Without signs there is no 0 (arXiv:2309.01507): AdamW divides by the second moment's root, so that a moment rounded

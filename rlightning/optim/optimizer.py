@@ -126,7 +126,11 @@ PROGRESS = ("params", "num_steps")
 
 
 def keep_settings(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Return a state dict with the checkpoint's state and this run's settings; a ConfigError if the model differs."""
+    """Return a checkpoint's optimizer state dict with this run's settings, such as ``lr``, in place of the saved ones.
+
+    Raises:
+        ConfigError: the saved parameter groups have other sizes than the optimizer's.
+    """
     check_optimizer_state(state_dict, optimizer)
     groups = [
         {**saved, **{name: value for name, value in own.items() if name not in PROGRESS}}
@@ -136,10 +140,10 @@ def keep_settings(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 
 
 class ConfiguredLR(LambdaLR):
-    """A schedule whose checkpoints contain only the position; the schedule's shape comes from the configuration."""
+    """A learning rate schedule that resumes at a checkpoint's step, with the shape of this run's configuration."""
 
     def add_groups(self) -> None:
-        """Include parameter groups that were added to the optimizer later, with the schedule of the first group."""
+        """Apply the first group's schedule to parameter groups that were added to the optimizer after construction."""
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
             self.base_lrs.append(group.setdefault("initial_lr", group["lr"]))
             self.lr_lambdas.append(self.lr_lambdas[0])
@@ -147,7 +151,7 @@ class ConfiguredLR(LambdaLR):
             self._last_lr.append(group["lr"])
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore the position from ``state_dict``, and set this run's learning rate for it."""
+        """Restore the number of finished steps, and set the learning rate of this run's schedule at that step."""
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
         self._last_lr = [
             base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
@@ -184,7 +188,7 @@ def make_lr_schedule(optimizer: AdamW, settings: AdamWSettings, *, max_steps: in
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple[Tensor, Tensor]:
-    """Scale gradients down to a global norm; drop them if they are not finite.
+    """Clip gradients in place to a global norm, or set them to None if it is not finite; return the norm.
 
     Args:
         parameters: plain or sharded; for sharded ones this is a collective.
@@ -211,7 +215,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> tuple
 
 @torch.no_grad()
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norm of all tensors together, whole or sharded over any device mesh.
+    """Return the Euclidean norm of all tensors together; a collective if some are sharded, over any meshes.
 
     torch's ``clip_grad_norm_`` supports one mesh only. With tensor parallelism there are two: norm layers are not
     split.

@@ -41,7 +41,7 @@ class BarrierError(RunError, RuntimeError):
 
 
 def add_barrier_hook(hook: Callable[[], None]) -> None:
-    """Register a function to be called at every barrier, before this rank waits for the others."""
+    """Register a function that this rank calls at every barrier, before it waits for the others."""
     _hooks.append(hook)
 
 
@@ -51,7 +51,7 @@ def remove_barrier_hook(hook: Callable[[], None]) -> None:
 
 
 def barrier(name: str, *, timeout: float | None = None, device: torch.device | None = None) -> None:
-    """Wait until all ranks have called this.
+    """Wait until all ranks have called this with the same name; raise a BarrierError if some do not.
 
     A single process, or one without ``torch.distributed``, does not wait, but synchronizes the device and calls hooks.
 
@@ -237,13 +237,17 @@ class _Barrier:
 
 
 def report_arrivals(is_over: Callable[[], bool]) -> str:
-    """Report that a collective failed on this rank; return a description of the ranks that do not report this.
+    """Store that a collective failed on this rank, wait for the others to do so, and describe those that do not.
+
+    The ranks without this entry did not take part in the collective, and are probably the cause. The wait is at most
+    ``intervals.BARRIER_REPORT_GRACE`` seconds.
 
     Args:
         is_over: polled; returns True to end the wait for other ranks, because another cause is known.
 
     Returns:
-        A text such as "rank 1 was last seen at barrier 'next batch', 6 s ago"; "" if the collective failed on all.
+        A text such as "rank 1 was last seen at barrier 'next batch', 6 s ago"; "" if the collective failed on all
+        ranks, or another cause is known, or there is a single process.
     """
     shared = connection()
     if shared is None:
@@ -264,12 +268,17 @@ def report_arrivals(is_over: Callable[[], bool]) -> str:
 
 
 def describe_ranks(ranks: Iterable[int], texts: Mapping[int, str]) -> str:
-    """Return a text about ranks that have not reached a barrier."""
+    """Return one line about missing ranks, such as "rank 1 failed: ...; rank 2 has reached no barrier yet".
+
+    Args:
+        ranks: the ranks to describe.
+        texts: what is known of each rank, such as "failed: ValueError: boom".
+    """
     return "; ".join(f"rank {rank} {texts.get(rank, 'has reached no barrier yet')}" for rank in ranks)
 
 
 def write_failure(rank: int, text: str) -> None:
-    """Store a text about a rank, such as "failed: ValueError: boom", for the errors of barriers."""
+    """Store why a rank failed, such as "failed: ValueError: boom", so that the errors of barriers can quote it."""
     shared = connection()
     if shared is not None:
         with contextlib.suppress(StoreError):
@@ -295,7 +304,7 @@ def _ends_within(work: dist.Work, seconds: float) -> bool:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 0, 1 and 3"."""
+    """Return the ranks as words, such as "rank 1" or "ranks 0, 1 and 3"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -45,13 +45,16 @@ from rlightning.protocols import StateDict
 
 @runtime_checkable
 class StateOnHost(Protocol):
-    """An optimizer that may keep its state in host memory; checkpoints are then read to host memory."""
+    """An optimizer with a flag ``is_state_on_host``: if True, a checkpoint's optimizer state is read to host memory."""
 
     is_state_on_host: bool
 
 
 class LoadsByItself(Strategy):
-    """Mixin, listed before Lightning's class, of strategies whose :meth:`load_checkpoint` fills model and optimizer."""
+    """Mixin of strategies whose :meth:`load_checkpoint` restores model and optimizers, so that Lightning does not.
+
+    List it before Lightning's strategy class.
+    """
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -71,7 +74,9 @@ class LoadsByItself(Strategy):
 
 
 class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
-    """Mixin, listed before Lightning's class, for checkpoints that are folders to which each rank writes its shards.
+    """Mixin of strategies for sharded checkpoints: folders to which each rank writes its shards.
+
+    List it before Lightning's strategy class.
 
     Folders can be read with any number of ranks and any sharding. Single-file checkpoints of strategies that do not
     shard can be read too. Messages between the ranks use the CPU group.
@@ -85,13 +90,13 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         return {name: tensor.detach() for name, tensor in state.items() if name not in tied}
 
     def optimizer_state(self, optimizer: Optimizer) -> StateDict:
-        """Return the optimizer's state by the parameters' names."""
+        """Return the optimizer's state dict with parameter names in place of numbers, without copying tensors."""
         assert self.lightning_module is not None
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return named_optimizer_state(inner, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: StateDict, filepath: str | Path, storage_options: object = None) -> None:
-        """Write a folder under a temporary name, then rename it to rank 0's ``filepath``; collective.
+        """Write the checkpoint to a temporary folder, then rename it to rank 0's ``filepath``; all ranks call this.
 
         Raises:
             ConfigError: ``storage_options`` are given, or the path is a URL.
@@ -116,7 +121,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
             self.barrier("the checkpoint has its name")
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> StateDict:
-        """Fill this rank's shards of the model and, to resume training, of the optimizers' state.
+        """Load this rank's shards of the model and, to resume training, of the optimizers; every rank must call this.
 
         Returns:
             The rest of the checkpoint.
@@ -202,7 +207,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
 
 
 def shard_like(value: object, parameter: nn.Parameter) -> object:
-    """Return a full tensor of an optimizer's state sharded as its parameter is; other values unchanged."""
+    """Shard a full tensor of an optimizer's state as its parameter is sharded; return other values unchanged."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or not value.ndim:
         return value
     shard = empty_shard(parameter.detach(), value.shape, value.dtype, parameter.to_local().device)

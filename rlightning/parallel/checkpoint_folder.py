@@ -66,12 +66,12 @@ def numbered_optimizer_state(named: StateDict) -> StateDict:
 
 
 def write_tensors(folder: Path, checkpoint: StateDict) -> Checksums:
-    """Write a checkpoint's tensors to ``folder``, each rank its own shards, and remove them from the checkpoint.
+    """Write this rank's shards to ``folder``, and remove the tensors from ``checkpoint``; every rank must call this.
 
     Args:
         folder: folder that exists on every rank.
         checkpoint: Lightning's, with ``state_dict`` by name and ``optimizer_states`` of :func:`named_optimizer_state`.
-            Values other than tensors stay in it, for :func:`write_meta`.
+            Single numbers and values other than tensors stay in it, for :func:`write_meta`.
 
     Returns:
         On rank 0 the checksums of all files; on other ranks those of the rank's files.
@@ -93,14 +93,21 @@ def write_tensors(folder: Path, checkpoint: StateDict) -> Checksums:
 
 
 def write_meta(folder: Path, checkpoint: StateDict, tied: Mapping[str, str], files: Checksums | None = None) -> None:
-    """Write the part of a checkpoint without tensors, the names of tied parameters and the checksums."""
+    """Write ``meta.pt``: what :func:`write_tensors` left of the checkpoint, names of tied parameters, and checksums.
+
+    Args:
+        folder: the checkpoint's folder.
+        checkpoint: Lightning's, after :func:`write_tensors`.
+        tied: result of :func:`find_tied`.
+        files: checksums of the folder's other files, by name.
+    """
     own = {"version": VERSION, "tied": dict(tied), "files": dict(files or {})}
     torch.save({**checkpoint, FORMAT: own}, folder / META)
     seal_file(folder / META)
 
 
 def verify_checkpoint_folder(folder: Path) -> None:
-    """Verify all files of a checkpoint by their checksums; a DamagedError for the first damaged or missing file."""
+    """Verify the checksums of all files in a sharded checkpoint; raise a DamagedError if one is damaged or missing."""
     for name in (META, INDEX):
         if not (folder / name).is_file():
             raise DamagedError(folder, f"'{name}' is missing")
@@ -113,7 +120,11 @@ def verify_checkpoint_folder(folder: Path) -> None:
 
 
 def read_meta(folder: Path, weights_only: bool | None = None) -> StateDict:
-    """Read the file that :func:`write_meta` wrote."""
+    """Return the part of a checkpoint that :func:`write_meta` wrote, which has no weights.
+
+    Raises:
+        ConfigError: the folder is not from this package, or is from a newer version.
+    """
     meta: StateDict = torch.load(folder / META, map_location="cpu", weights_only=weights_only)
     if FORMAT not in meta:
         raise ConfigError(
@@ -130,20 +141,25 @@ def read_meta(folder: Path, weights_only: bool | None = None) -> StateDict:
 
 
 def saved_ties(meta: StateDict) -> dict[str, str]:
-    """Return the names of tied weights in the result of :func:`read_meta`."""
+    """Return a checkpoint's tied weights from the result of :func:`read_meta`: for each further name the first name."""
     own = meta[FORMAT]
     ties: dict[str, str] = own["twins" if own["version"] == 1 else "tied"]
     return ties
 
 
 def stored_tensors(folder: Path) -> Stored:
-    """Return sizes and dtypes of the tensors in a checkpoint folder."""
+    """Return full size and dtype of each tensor in a checkpoint folder, by its name there; read only the index."""
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def stored_weights(stored: Stored, tied: Mapping[str, str]) -> dict[str, Sequence[int]]:
-    """Return the shapes of a model's weights in a folder by name, including the names of tied ones."""
+    """Return the full shape of each of a model's weights in a folder, by all of its names if it is tied.
+
+    Args:
+        stored: result of :func:`stored_tensors`.
+        tied: result of :func:`saved_ties`.
+    """
     prefix = "model/"
     shapes: dict[str, Sequence[int]] = {
         name.removeprefix(prefix): entry.size for name, entry in stored.items() if name.startswith(prefix)
@@ -152,7 +168,10 @@ def stored_weights(stored: Stored, tied: Mapping[str, str]) -> dict[str, Sequenc
 
 
 def read_model(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill a module's tensors, or this rank's shards of them, from a folder."""
+    """Read a model's weights from a folder into ``tensors``, by name, or into this rank's shards of them.
+
+    Every rank must call this.
+    """
     _read(folder, {f"model/{name}": tensor for name, tensor in tensors.items()})
 
 
@@ -165,7 +184,7 @@ def read_optimizer(
     *,
     is_on_host: bool = False,
 ) -> StateDict:
-    """Read an optimizer's ``state_dict`` from a folder, with its tensors sharded as the parameters are.
+    """Return an optimizer's ``state_dict`` from a folder, sharded as its parameters are; every rank must call this.
 
     Args:
         folder: the checkpoint's folder.
@@ -203,7 +222,7 @@ def _keys_of_optimizer(stored: Stored, number: int) -> Iterator[tuple[str, str, 
 
 
 def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised tensor of an optimizer's state, sharded as its parameter is.
+    """Return an uninitialised tensor for an optimizer's state, sharded as its parameter is.
 
     ``size``, that of the whole tensor, equals the parameter's, except that its last dimension may be the number of
     blocks, each with a scale.
@@ -225,7 +244,7 @@ def empty_shard(parameter: Tensor, size: Sequence[int], dtype: torch.dtype, devi
 
 
 def read_whole(folder: Path, weights_only: bool | None = None) -> StateDict:
-    """Return the checkpoint in Lightning's single-file form, in host memory, for strategies that do not shard."""
+    """Read a whole sharded checkpoint to host memory; return it as Lightning's dict for an unsharded strategy."""
     meta, stored = read_meta(folder, weights_only), stored_tensors(folder)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
     _read(folder, tensors, is_alone=True)
@@ -241,7 +260,7 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> StateDict:
 
 
 def find_tied(module: nn.Module) -> dict[str, str]:
-    """Return for each further name of a tied parameter the name under which ``named_parameters()`` lists it."""
+    """Return the tied parameters of a module: each additional name, mapped to that in ``named_parameters()``."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     everything: Iterable[tuple[str, nn.Parameter]] = module.named_parameters(remove_duplicate=False)
     return {name: names[parameter] for name, parameter in everything if names[parameter] != name}

@@ -28,7 +28,7 @@ SUFFIX = ".ckpt"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning's checkpoint files atomically, with a checksum; it reads sharded folders too.
+    """Lightning plugin that writes checkpoint files atomically, with a checksum, and also reads sharded folders.
 
     Lightning makes a second copy in memory and writes it to the system's temporary folder, which may be on another
     disk, so that the file is copied, not renamed. URLs (``s3://...``) are left to Lightning.
@@ -37,7 +37,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Write a single file, on rank 0 only; after a SaveError (a full disk) an earlier file of that name stays."""
+        """Write a single file; called on rank 0 only. After a SaveError (a full disk) an earlier file is kept."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -75,7 +75,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 @contextmanager
 def saving_checkpoint(path: Path) -> Iterator[None]:
-    """Context manager in which a disk error removes the partial checkpoint, and a SaveError names the last one."""
+    """Context manager for writing a checkpoint: an error removes the partial file or folder.
+
+    A disk error becomes a SaveError whose text names the folder's newest complete checkpoint.
+    """
     last = newest_checkpoint(path.parent)
     kept = f"The last good one is '{last}'." if last is not None else "There is none before it."
     with needed("The checkpoint", path, f"{kept} Make room there, or name another folder, and go on from it."):
@@ -88,13 +91,16 @@ def saving_checkpoint(path: Path) -> Iterator[None]:
 
 
 def newest_checkpoint(folder: Path, *, but: Path | None = None) -> Path | None:
-    """Return the checkpoint, a file or a folder, that was written last; links are ignored."""
+    """Return the complete checkpoint in ``folder``, except ``but``, that was written last; None if there is none.
+
+    It may be a file or a folder; symbolic links are ignored.
+    """
     found = [path for path in folder.glob(f"*{SUFFIX}") if not path.is_symlink() and path != but and is_whole(path)]
     return max(found, key=_written_at, default=None)
 
 
 class SavedState(NamedTuple):
-    """A checkpoint's path, the step after which it was saved, and whether it holds more than weights."""
+    """A checkpoint's path, the step after which it was saved, and whether it has the optimizer's state to resume."""
 
     path: Path
     step: int
@@ -102,7 +108,7 @@ class SavedState(NamedTuple):
 
 
 def read_state(path: Path) -> SavedState | None:
-    """Read a checkpoint's step without its tensors and objects; return None, and log why, if it cannot be read."""
+    """Return a checkpoint's step without reading its tensors; return None, and log why, if it cannot be read."""
     try:
         checkpoint = read_plain(path / META if path.is_dir() else path)
         return SavedState(path, int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
@@ -123,7 +129,7 @@ def _why_unreadable(path: Path, error: Exception) -> str:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Verify a checkpoint, a file or a folder, by its checksums; only once in a process while its files do not change.
+    """Verify the checksums of a checkpoint, a file or a folder; a second time only if its files have changed.
 
     Raises a DamagedError if the checkpoint differs from what was written.
     """
@@ -143,7 +149,10 @@ def _verify(path: Path, state: tuple[object, ...]) -> None:
 
 
 def list_checkpoints(folder: Path, max_depth: int = 0) -> list[Path]:
-    """Return the checkpoints in a folder and its subfolders down to ``max_depth``, including remains of crashes."""
+    """Return the paths of checkpoints in a folder and its subfolders down to ``max_depth``, complete or not.
+
+    If a crash left a checkpoint's previous version and no complete new one, the previous version is included.
+    """
     found: list[Path] = []
     for depth in range(max_depth + 1):
         below = "*/" * depth
@@ -155,7 +164,7 @@ def list_checkpoints(folder: Path, max_depth: int = 0) -> list[Path]:
 
 
 def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False, verifies: bool = True) -> SavedState | None:
-    """Return the undamaged checkpoint of the highest step; the log names those that are skipped.
+    """Return the undamaged checkpoint of the highest step; None if there is none. Log which ones are skipped.
 
     Args:
         paths: from :func:`list_checkpoints`. A link is preferred to its target.
@@ -183,7 +192,7 @@ def latest_checkpoint(paths: Iterable[Path], *, to_resume: bool = False, verifie
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint that ``last`` stands for in a folder: the undamaged one of the highest step."""
+    """Return the path of the undamaged checkpoint with the highest step in a folder; None if there is none."""
     latest = latest_checkpoint(list_checkpoints(folder))
     return None if latest is None else latest.path
 
@@ -197,7 +206,7 @@ def relink(link: Path, target: Path) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a path is a file or a complete checkpoint folder; links are followed."""
+    """Return whether a path is an existing file, or a folder with a complete sharded checkpoint; links are followed."""
     return path.is_file() or is_checkpoint_folder(path)
 
 
@@ -206,7 +215,7 @@ def _written_at(path: Path) -> float:
 
 
 class Inert(dict[object, object]):
-    """Replaces any class, function or object in a pickle: calls and assignments do nothing, entries are kept."""
+    """Placeholder for any class, function or object in a pickle: calling it runs nothing; dict entries are kept."""
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
@@ -220,7 +229,7 @@ class Inert(dict[object, object]):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickles numbers, texts, lists, tuples and dictionaries; anything else becomes :class:`Inert`."""
+    """Unpickler of numbers, texts, lists, tuples and dictionaries only; anything else becomes :class:`Inert`."""
 
     def find_class(self, module: str, name: str) -> type[Inert]:
         """Return :class:`Inert` instead of importing a class."""
@@ -232,7 +241,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_plain(path: Path) -> StateDict:
-    """Return the plain values of a pickle file; tensors and other objects become :class:`Inert`.
+    """Return the content of a file from ``torch.save``, in which tensors and other objects become :class:`Inert`.
 
     Raises:
         zipfile.BadZipFile: the file is not from ``torch.save``, or the CRC-32 of its pickle is wrong.

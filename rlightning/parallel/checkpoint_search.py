@@ -25,10 +25,10 @@ FOLDER_DEPTH = 4
 
 
 class Place(NamedTuple):
-    """A folder that a ``ModelCheckpoint`` writes to.
+    """A folder with checkpoints of a run, and the depth to which its subfolders are searched.
 
     Attributes:
-        folder: the callback's ``dirpath``.
+        folder: the ``dirpath`` of a ``ModelCheckpoint``, or its default.
         depth: number of folder levels below it that may contain checkpoints: metric names in ``filename`` may have
             slashes.
     """
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def find_places(root: Path, callbacks: object) -> list[Place]:
-    """Return the folders in which the run in ``root`` has saved checkpoints, or is configured to save them now.
+    """Return the folders to which the run in ``root`` saves checkpoints, by its earlier or current configuration.
 
     Args:
         callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments; or the objects.
@@ -58,14 +58,16 @@ def find_places(root: Path, callbacks: object) -> list[Place]:
 
 
 def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: str | None) -> str | None:
-    """Return the path of the checkpoint that a command loads; for "last", the one of the highest step.
+    """Check ``ckpt_path``, and return it; for "last", return the path of the run's checkpoint with the highest step.
 
     Args:
         command: the command's name; ``fit`` rejects a folder with another run's checkpoints.
+        root: folder of the run.
         callbacks: callbacks of the run; see :func:`find_places`.
+        ckpt_path: the user's option: a path or URL, "last", "best", or None to load no checkpoint.
 
     Raises:
-        ConfigError: there is no checkpoint, or the folder belongs to another run.
+        ConfigError: the checkpoint is missing or damaged, or the folder belongs to another run.
     """
     places = find_places(root, callbacks)
     check_checkpoints(command, root, places, ckpt_path)
@@ -77,7 +79,10 @@ def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: st
 
 
 def check_checkpoints(command: str, root: Path, places: Sequence[Place], ckpt_path: str | None) -> None:
-    """Raise a ConfigError if the checkpoint is missing or damaged, or a new run would use another run's folders."""
+    """Raise a ConfigError if ``ckpt_path`` cannot be loaded, or a new run would use another run's folders.
+
+    It cannot be loaded if it is missing or damaged, or is "best", which only the finished run knew.
+    """
     if ckpt_path is None:
         saved = _list(places) if command == "fit" else []
         if saved:
@@ -111,7 +116,7 @@ def _check_named(path: Path) -> None:
 
 
 def find_last(command: str, places: Sequence[Place]) -> SavedState:
-    """Return the undamaged checkpoint of the highest step in all folders of the run.
+    """Return the undamaged checkpoint with the highest step in ``places``, or raise a ConfigError if there is none.
 
     Only rank 0 compares checksums, and all ranks load its checkpoint.
 

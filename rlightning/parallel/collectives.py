@@ -36,7 +36,7 @@ def global_rank() -> int:
 
 
 def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str = "reduce") -> Tensor:
-    """Reduce a small tensor of any device over all ranks, and return the result on that device."""
+    """Return the sum or maximum of a small tensor over all ranks, on the tensor's device; every rank must call this."""
     group = cpu_group()
     if group is None:
         return tensor
@@ -47,12 +47,12 @@ def all_reduce(tensor: Tensor, op: Literal["sum", "max"] = "sum", *, name: str =
 
 
 def any_rank(flag: bool, *, name: str) -> bool:
-    """Return whether ``flag`` is True on at least one rank; the result is the same on every rank."""
+    """Return whether ``flag`` is True on at least one rank; every rank must call this, and gets the same result."""
     return bool(all_reduce(torch.tensor(int(flag)), "max", name=name))
 
 
 def gather_objects(thing: T, *, name: str) -> list[T]:
-    """Return every rank's object, in the order of ranks."""
+    """Return the objects of all ranks, in the order of ranks; every rank must call this, with a picklable object."""
     group = cpu_group()
     if group is None:
         return [thing]
@@ -63,7 +63,10 @@ def gather_objects(thing: T, *, name: str) -> list[T]:
 
 
 def all_to_all_objects(objects_by_rank: Mapping[int, T], *, name: str) -> dict[int, T]:
-    """Send each rank its object, and return the received objects by the rank that sent them."""
+    """Send each rank its object; return the objects for this rank by sending rank. Every rank must call this.
+
+    Objects are picklable; a rank without an entry in ``objects_by_rank`` gets none from this rank.
+    """
     group, own = cpu_group(), global_rank()
     received = {own: objects_by_rank[own]} if own in objects_by_rank else {}
     if group is None:
@@ -91,7 +94,7 @@ def all_to_all_objects(objects_by_rank: Mapping[int, T], *, name: str) -> dict[i
 
 @runtime_checkable
 class HasRank(Protocol):
-    """A training loop that knows the rank of this process, such as Lightning's Trainer."""
+    """A training loop with this process's rank as ``global_rank``, such as Lightning's Trainer; None if unknown."""
 
     global_rank: int | None
 

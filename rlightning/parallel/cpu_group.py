@@ -17,9 +17,13 @@ from rlightning.torch_internals import default_store
 
 @dataclass
 class Connection:
-    """The store and the gloo group that belong to one default process group.
+    """This rank's means to communicate with all ranks over the CPU: a key-value store and a gloo group.
+
+    There is one for each default process group, and a new one after an interruption.
 
     Attributes:
+        store: the key-value store.
+        group: gloo group of all ranks; None before the first call of :func:`cpu_group`.
         num_barriers: number of barriers that this rank has reached.
         waits_at: name of the barrier at which this rank waits; None if it does not wait.
     """
@@ -31,7 +35,7 @@ class Connection:
 
     @contextmanager
     def waiting_at(self, name: str) -> Iterator[None]:
-        """Context manager that records that this rank waits at barrier ``name``, for the hang watch."""
+        """Context manager in which ``waits_at`` tells the hang watch that this rank waits at barrier ``name``."""
         self.waits_at = name
         try:
             yield
@@ -49,7 +53,7 @@ _timeout_seconds = DEFAULT_BARRIER_TIMEOUT
 
 
 def set_barrier_timeout(seconds: float) -> None:
-    """Set the default timeout of barriers, which must be the same on all ranks."""
+    """Set for how many seconds barriers wait by default; the value must be the same on all ranks."""
     global _timeout_seconds
     _timeout_seconds = seconds
 
@@ -60,7 +64,7 @@ def barrier_timeout() -> float:
 
 
 def connection() -> Connection | None:
-    """Return the connection of all ranks, or None in a single-process run."""
+    """Return this rank's store and group for communication with all ranks; None in a single-process run."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     world = dist.group.WORLD
@@ -71,7 +75,10 @@ def connection() -> Connection | None:
 
 
 def renew_connection() -> None:
-    """Replace the connection by one with a new group, after all ranks were interrupted in the old group."""
+    """Replace the store and the group after all ranks were interrupted, perhaps in a collective of the old group.
+
+    Every rank must call this; the next call of :func:`cpu_group` creates the new group.
+    """
     world = dist.group.WORLD
     assert world is not None
     if (left := _connections.get(world)) is not None:
@@ -91,7 +98,7 @@ def _connect(world: dist.ProcessGroup) -> Connection:
 def cpu_group() -> dist.ProcessGroup | None:
     """Return the gloo group over all ranks, or None in a single-process run.
 
-    The first call creates the group, and is a collective.
+    Every rank must make the first call, which creates the group.
     """
     shared = connection()
     if shared is None:

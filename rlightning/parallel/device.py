@@ -44,16 +44,19 @@ class MemoryUse:
 
 
 def share_host_threads(num_processes: int) -> None:
-    """Let torch use this rank's share of the host's cores, unless ``OMP_NUM_THREADS`` sets the number.
+    """Set torch's number of CPU threads to this rank's share of the cores, unless ``OMP_NUM_THREADS`` is set.
 
     Lightning sets that variable, which child processes would then take for the user's setting.
+
+    Args:
+        num_processes: number of ranks on this host.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
 
 
 def limit_host_threads() -> None:
-    """Let torch use only a few threads on the host, unless ``OMP_NUM_THREADS`` sets the number.
+    """Limit torch to :data:`HOST_THREADS` CPU threads, unless ``OMP_NUM_THREADS`` is set.
 
     With a GPU the host copies a few megabytes a step; waking a thread on every core can take longer than the copy.
     """

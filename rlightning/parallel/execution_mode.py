@@ -20,7 +20,7 @@ UNNAMED = "the launcher (WORLD_SIZE)"
 
 
 class ExecutionMode(StrEnum):
-    """The three kinds of processes in a run."""
+    """What a process of a run is: an SPMD rank, a controller, or a worker of a controller."""
 
     SPMD = "spmd"
     """One of several equal processes, each with its own device, as Lightning's strategies start them."""
@@ -39,21 +39,24 @@ class Launch(NamedTuple):
 
 @runtime_checkable
 class DeclaresMode(Protocol):
-    """A strategy that declares the execution mode of its processes."""
+    """A strategy whose ``execution_mode`` says what its processes are: "spmd" (equal ranks), "controller" or "worker".
+
+    :func:`resolve_execution_mode` reads it.
+    """
 
     execution_mode: str
 
 
 @runtime_checkable
 class HasController(Protocol):
-    """A worker's strategy, which has the name or address of its controller."""
+    """A strategy with the name or address of its processes' controller as ``controller``; None if it has none."""
 
     controller: str | None
 
 
 @runtime_checkable
 class HasWorldSize(Protocol):
-    """A strategy or a loop with a known number of processes."""
+    """A strategy or a training loop with its number of processes as ``world_size``; None if unknown."""
 
     world_size: int | None
 
@@ -62,7 +65,7 @@ _resolved: ExecutionMode | None = None
 
 
 def execution_mode() -> ExecutionMode:
-    """Return this process's mode; SPMD unless another was resolved."""
+    """Return whether this process is an SPMD rank, a controller or a worker; SPMD if this was not resolved yet."""
     return _resolved or ExecutionMode.SPMD
 
 
@@ -74,7 +77,9 @@ def is_controller() -> bool:
 def resolve_execution_mode(
     requested: RequestedMode = "auto", *, strategy: object = None, controller: str | None = None
 ) -> ExecutionMode:
-    """Determine the mode of this process, which then never changes, and return it.
+    """Determine whether this process is an SPMD rank, a controller or a worker; store the result and return it.
+
+    From then on :func:`execution_mode` returns it. A later call must have the same result.
 
     Args:
         requested: mode that the user requests; "auto" for the strategy's.
@@ -93,7 +98,7 @@ def resolve_execution_mode(
 def check_execution_mode(
     requested: RequestedMode = "auto", *, strategy: object = None, controller: str | None = None
 ) -> ExecutionMode:
-    """Return the mode that :func:`resolve_execution_mode` would determine, without setting it."""
+    """Return the result that :func:`resolve_execution_mode` would have, without storing it; raise the same errors."""
     # A controller has no device: the strategy's device is read from its configuration.
     device = strategy.root_device if has(strategy, HasRootDevice) else None
     mode = decide(
@@ -119,7 +124,18 @@ def decide(
     launch: Launch | None = None,
     controller: str | None = None,
 ) -> ExecutionMode:
-    """Return the requested mode, else the strategy's, else SPMD; raise a ConfigError if the launcher contradicts it."""
+    """Return the execution mode: the requested one, else the strategy's, else SPMD.
+
+    Args:
+        requested: mode that the user requests; "auto" for the strategy's.
+        declared: mode that the strategy declares.
+        accelerator: type of the strategy's device, such as "cuda".
+        launch: the launcher that started this process.
+        controller: name of the process's controller; only a worker has one.
+
+    Raises:
+        ConfigError: the arguments contradict each other, such as a controller on a GPU.
+    """
     mode = (declared or ExecutionMode.SPMD) if requested == "auto" else _parse(requested)
     if declared not in (None, mode):
         raise ConfigError(
@@ -154,7 +170,7 @@ def decide(
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Return the launcher that the environment variables indicate; None if there is none."""
+    """Return the launcher (torchrun, SLURM, mpirun) that environment variables indicate; None if there is none."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return Launch("torchrun", int(environment.get("WORLD_SIZE", "1")))
     if "SLURM_NTASKS" in environment and environment.get("SLURM_JOB_NAME") not in ("bash", "interactive"):

@@ -32,7 +32,9 @@ NO_TIMEOUT = float("inf")
 
 
 class FailureServer:
-    """The server on rank 0; all methods run on the event loop of the failure watch.
+    """The server on rank 0 to which all ranks report failures and heartbeats; it decides which failure was first.
+
+    It sends the first failure to all ranks, which end then. Coroutines run on the event loop of the failure watch.
 
     Args:
         world_size: number of ranks that will connect, rank 0 included.
@@ -78,7 +80,7 @@ class FailureServer:
         self._methods: dict[str, Method] = {method.__name__: method for method in methods}
 
     async def start(self) -> None:
-        """Start to accept connections from the ranks."""
+        """Start to accept the ranks' connections; return without waiting for them."""
         self._server = Server(
             self._listener,
             self.key,
@@ -101,7 +103,15 @@ class FailureServer:
     # Methods that ranks call
 
     async def fail(self, rank: int, failure: JsonObject) -> None:
-        """Record a failure as the first one, unless the death of a rank turns out to be its cause."""
+        """Receive a failed rank's report; after a short delay, send its failure to all ranks as the first one.
+
+        If another rank is found dead in the meantime, its death is the first failure. Later reports only record that
+        their rank cleans up.
+
+        Args:
+            rank: the rank that reports.
+            failure: the :class:`Failure` as a dict; perhaps of another rank, which hangs.
+        """
         found = Failure(**failure)
         if found.rank == rank:
             self.cleaning_up.add(rank)
@@ -112,11 +122,11 @@ class FailureServer:
                 self._announce(found)
 
     async def clean_up(self, rank: int) -> None:
-        """Record that a rank cleans up because of the first failure."""
+        """Receive a rank's report that it cleans up after another rank's failure, so that its end is no failure."""
         self.cleaning_up.add(rank)
 
     async def report(self, rank: int, status: JsonObject) -> None:
-        """Receive a rank's heartbeat and answer it."""
+        """Receive a rank's heartbeat, pass its status to ``on_report``, and send rank 0's status to the rank."""
         if rank == 0:
             self._own_status = status
         self._on_report(rank, status)
@@ -124,7 +134,7 @@ class FailureServer:
             self._send([rank], "report", self._own_status)
 
     async def relay(self, rank: int, method: str, argument: object) -> None:
-        """Call a method of all ranks other than the caller."""
+        """Call a method with an argument on all connected ranks, except ``rank``, which asked for it."""
         self._send(set(self._peers) - {rank}, method, argument)
 
     async def leave(self, rank: int) -> None:
@@ -181,7 +191,17 @@ async def _notify(peer: Peer, method: str, argument: object) -> None:
 
 
 async def connect_rank(addresses: Iterable[str], port: int, key: bytes, methods: Mapping[str, Method]) -> Peer:
-    """Connect a rank to the server at the first of ``addresses`` that answers."""
+    """Connect this rank to rank 0's server at the first of ``addresses`` that answers; return the connection.
+
+    Args:
+        addresses: host names or addresses of rank 0.
+        port: the server's port.
+        key: the server's key.
+        methods: methods that the server may call, by name.
+
+    Raises:
+        ConnectionError: none of the addresses answers.
+    """
     errors = []
     for address in addresses:
         try:

@@ -109,7 +109,10 @@ class FailureWatch:
             self.report(error)
 
     def start(self) -> None:
-        """Connect all ranks; collective. After this, an uncaught exception in this process ends the run."""
+        """Connect this rank to rank 0's failure server; every rank must call this.
+
+        From then on, an uncaught exception in this process ends all ranks.
+        """
         global _active
         shared = connection()
         if shared is None or self._peer is not None:
@@ -222,13 +225,14 @@ class FailureWatch:
             log.warning("Rank 0 ends, but others have not after %g s.", barrier_timeout())
 
     def stop_at_exit(self) -> None:
-        """Register :meth:`stop`, and the destruction of process groups, for the interpreter's exit."""
+        """Have :meth:`stop` called, and the process groups destroyed, at the interpreter's exit."""
         Finalize(None, self._stop_finally, exitpriority=100)
 
     def report(self, error: BaseException) -> Failure:
-        """Report this rank's failure to the others; this process is killed if it has not ended within the grace period.
+        """Report this rank's failure to all ranks, and return the first failure of any rank.
 
-        Only the first call has an effect. Returns the first failure of all ranks.
+        This process is killed if it has not ended within the grace period. Only the first call reports; later calls
+        only return the first failure.
         """
         own = Failure.of(self.rank, error)
         if self._peer is None:
@@ -246,16 +250,19 @@ class FailureWatch:
         return self._first or own
 
     def give_up(self, error: BaseException) -> Failure:
-        """Report an uncaught error; the process will end with the exit code of the first failure of any rank."""
+        """Report an uncaught error; return the first failure of any rank, whose exit code this process will have."""
         self._is_fatal = True
         return self.report(error)
 
     def tell_end(self, code: int) -> None:
-        """Report that a signal ends this process; the other ranks end with the same exit code."""
+        """Tell rank 0 that a signal ends this process, and wait for it; all ranks then end with the same exit code."""
         self._send("fail", asdict(Failure(self.rank, "was ended by a signal", code, is_foreseen=True)), waits=True)
 
     def is_first(self, failure: Failure) -> bool:
-        """Return whether this rank failed first, and so shows the error; the error is then marked as shown."""
+        """Return whether ``failure``, the first of all ranks, is this rank's, so that the caller must show the error.
+
+        The error is marked as shown.
+        """
         self._is_shown = True
         return failure.rank == self.rank
 
@@ -392,17 +399,20 @@ _active: FailureWatch | None = None
 
 
 def active_watch() -> FailureWatch | None:
-    """Return this process's failure watch, or None."""
+    """Return the failure watch that was started in this process; None if there is none, or it has been stopped."""
     return _active
 
 
 def report_failure(error: BaseException) -> Failure | None:
-    """Report ``error`` to the active watch if it is a failure; return the first failure of all ranks."""
+    """Report ``error`` to all ranks by the active watch; return the first failure of any rank.
+
+    Without a watch, or if :func:`is_failure` is False for the error, report nothing and return None.
+    """
     return _active.report(error) if _active is not None and is_failure(error) else None
 
 
 def end_children(children: "list[subprocess.Popen[bytes]]", grace: float) -> None:
-    """Wait for processes up to ``grace`` seconds, then kill them."""
+    """Wait up to ``grace`` seconds in total for child processes to end, and kill those that still run."""
     deadline = Deadline(grace)
     for child in children:
         try:
@@ -412,14 +422,14 @@ def end_children(children: "list[subprocess.Popen[bytes]]", grace: float) -> Non
 
 
 def exit_now(code: object) -> None:
-    """Exit this process immediately, without destructors."""
+    """Exit this process immediately with ``code`` (1 if it is no number), without destructors or exit functions."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code if isinstance(code, int) else 1)
 
 
 def abort_device_groups(deadline: Deadline) -> None:
-    """Abort NCCL's communicators of all process groups, so that threads waiting in collectives continue.
+    """Abort this rank's NCCL communicators, so that threads waiting in collectives continue.
 
     A waiting rank gets garbage from its collective, or an error, and cannot use the groups any more. Aborts may wait
     for each other, so that each runs in its own thread.

@@ -82,7 +82,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of parts into which an update's data is split."""
+        """The number of data-parallel ranks: all ranks divided by ``tensor_parallel_size``."""
         return self.num_nodes * self.num_processes // self.tensor_parallel_size
 
     @property
@@ -91,7 +91,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
         return {"num_replicas": self.data_parallel_size, "rank": self.global_rank // self.tensor_parallel_size}
 
     def check_world_size(self) -> None:
-        """Raise a ConfigError for a number of ranks that the mesh's dimensions do not divide."""
+        """Raise a ConfigError if ``tensor_parallel_size`` and ``shard_size`` do not divide the number of ranks."""
         world_size = self.num_nodes * self.num_processes
         if world_size % self.tensor_parallel_size:
             raise ConfigError(
@@ -106,7 +106,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
             )
 
     def connect_ranks(self) -> None:
-        """Connect to the other ranks and arrange them in the mesh."""
+        """Create the process groups and the device mesh over all ranks; every rank must call this."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
@@ -124,7 +124,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
 
     @property
     def sharding(self) -> Sharding:
-        """The sharding of models over the ranks; available after the processes have connected."""
+        """The settings with which models are sharded over the ranks; available after :meth:`connect_ranks`."""
         return Sharding(
             mesh=self.device_mesh,
             device=self.root_device,
@@ -134,14 +134,17 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
         )
 
     def setup(self, trainer: Trainer) -> None:
-        """Prepare the loaded model for training."""
+        """Set up model and optimizers as Lightning does; evaluations use ``no_grad`` in place of inference mode."""
         super().setup(trainer)
         # Weights that a forward pass has gathered in inference mode cannot be trained with afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
 
     def model_to_device(self) -> None:
-        """Shard modules that are not sharded yet, with rank 0's values; models were already sharded while loading."""
+        """Move what is not sharded yet to the device with rank 0's values, and shard it where FSDP can; a collective.
+
+        The run's models themselves were already sharded while loading.
+        """
         assert self.model is not None
         move_replicated(self.model, self.root_device)
         broadcast_replicated(self.model)
@@ -180,7 +183,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
                 module.set_reshard_after_backward(True, recurse=False)
 
     def average_gradients(self) -> None:
-        """Average over the ranks the gradients of parameters that are not sharded; called before an optimizer step."""
+        """Average the gradients of unsharded parameters over all ranks, which must all call this before each step."""
         assert self.model is not None
         average_gradients(self.model)
 

@@ -40,18 +40,18 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """One rank's part of a tensor: its offset and length along each of the tensor's dimensions."""
+    """The slice of a full tensor that one rank holds: its first index and its length in each dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """The number of elements in the box."""
+        """The number of elements in the slice."""
         return math.prod(self.shape)
 
     def of(self, full: Tensor) -> Tensor:
-        """Return a view of this box's part of ``full``."""
+        """Return the slice of ``full``, a tensor of the full shape, as a view."""
         for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
             full = full.narrow(dim, start, length)
         return full
@@ -59,14 +59,14 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The mesh and placements of a tensor; tensors of the same layout share one collective."""
+    """How a DTensor is sharded: its mesh and placements. Tensors of one layout are gathered in one collective."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
     @property
     def split_dims(self) -> tuple[int, ...]:
-        """The mesh's dimensions that split the tensor, in the order in which they split it.
+        """The indices of the mesh dimensions over which the tensor is sharded, in the order in which they split it.
 
         FSDP splits what tensor parallelism has already split: a strided shard comes after the plain shard to its right.
         """
@@ -76,11 +76,11 @@ class _Layout:
 
     @classmethod
     def of(cls, tensor: DTensor) -> Self:
-        """Return the layout of a tensor."""
+        """Return how a DTensor is sharded."""
         return cls(tensor.device_mesh, tuple(tensor.placements))
 
     def check(self) -> None:
-        """Raise an error for placements that neither FSDP nor tensor parallelism creates."""
+        """Raise a NotImplementedError for placements that neither FSDP nor tensor parallelism creates."""
         for index, placement in enumerate(self.placements):
             is_known = placement.is_replicate() or type(placement) is Shard
             if isinstance(placement, StridedShard):
@@ -92,7 +92,7 @@ class _Layout:
                 )
 
     def box(self, coordinate: Sequence[int], shape: Sequence[int]) -> Box:
-        """Return the part of a tensor of ``shape`` that the rank at the mesh's ``coordinate`` holds."""
+        """Return the slice of a tensor of full ``shape`` that the rank at ``coordinate`` in the mesh holds."""
         offset, lengths = [0] * len(shape), list(shape)
         for mesh_dim in self.split_dims:
             dim = self.placements[mesh_dim].dim  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ class _Layout:
         return Box(tuple(offset), tuple(lengths))
 
     def holders(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the ranks and their mesh coordinates that together hold one copy of the tensor, this rank included."""
+        """Return the ranks, with mesh coordinates, whose shards form one copy of the tensor, this rank included."""
         mine = self.mesh.get_coordinate()
         assert mine is not None, "this rank holds no part of the tensor"
         ranks = self.mesh.mesh
@@ -116,7 +116,7 @@ class _Layout:
 
 
 def local_box(tensor: DTensor) -> Box:
-    """Return the part of ``tensor`` that this rank holds."""
+    """Return which slice of the full tensor this rank's shard is."""
     layout = _Layout.of(tensor)
     layout.check()
     coordinate = tensor.device_mesh.get_coordinate()
@@ -125,12 +125,15 @@ def local_box(tensor: DTensor) -> Box:
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a full value, for a sharding like that of ``like``."""
+    """Return the slice of a full tensor that this rank would hold if it were sharded as ``like``; a view.
+
+    If ``like`` is not sharded, return ``whole``.
+    """
     return local_box(like).of(whole) if isinstance(like, DTensor) else whole
 
 
 def split_by_bytes(items: Iterable[T], size_of: Callable[[T], int], max_bytes: float) -> Iterator[list[T]]:
-    """Split items, in their order, into lists of at most ``max_bytes``; a larger item is a list by itself."""
+    """Yield the items, in their order, in lists of at most ``max_bytes``; a larger item is in a list by itself."""
     part: list[T] = []
     num_bytes = 0
     for item in items:
@@ -152,7 +155,7 @@ def gather_into(
     destination: int | None = None,
     gather_bytes: int = GATHER_BYTES,
 ) -> None:
-    """Write the full values of ``tensors`` into ``outputs``.
+    """Gather the full values of sharded ``tensors`` into plain tensors, ``outputs``; a collective.
 
     All ranks that hold parts of the tensors call this with the same tensors, in the same order. Tensors that are not
     sharded are copied. Temporary memory is that for the values of one collective, in the outputs' dtype, and for this

@@ -52,7 +52,7 @@ class Status:
 
 
 class RankState(Heartbeat):
-    """The state of a rank as its heartbeats have reported it.
+    """The last status that a rank has reported, and the seconds since its last heartbeat.
 
     Args:
         status: status in the rank's last heartbeat; None before the first one.
@@ -69,7 +69,7 @@ class RankState(Heartbeat):
 
     @property
     def runs(self) -> bool:
-        """Whether the rank's heartbeats arrive."""
+        """Whether the rank's last heartbeat is recent; if not, its process is suspended, dead or unreachable."""
         return self.silent_seconds < intervals.SILENT_AFTER
 
     @property
@@ -79,7 +79,7 @@ class RankState(Heartbeat):
 
     @property
     def waits(self) -> bool:
-        """Whether the rank has reported that it waits for other ranks."""
+        """Whether the rank's last heartbeat says that it waits for other ranks, at a barrier or in a collective."""
         return self.status is not None and bool(self.status.waits_in)
 
     def describe(self) -> str:
@@ -92,7 +92,7 @@ class RankState(Heartbeat):
 
 
 class HangWatch(threading.Thread):
-    """Sends one rank's heartbeats, and monitors those of other ranks.
+    """Thread that sends this rank's heartbeats, monitors those of others, and calls ``on_hang`` if a rank hangs.
 
     Args:
         others: the ranks to monitor: all others on rank 0, and rank 0 on any other.
@@ -161,7 +161,7 @@ class HangWatch(threading.Thread):
         self._others.pop(rank, None)
 
     def find_silent(self) -> dict[int, Status]:
-        """Return the last status of ranks whose heartbeats no longer arrive."""
+        """Return, by rank, the last status of the monitored ranks whose heartbeats no longer arrive."""
         states = dict(self._others)
         return {rank: one.status for rank, one in states.items() if one.status is not None and not one.runs}
 
@@ -175,13 +175,13 @@ class HangWatch(threading.Thread):
                     self._send("relay", "kill", status.process, waits=True)
 
     def record_others(self, reason: str) -> None:
-        """Have the other ranks record their stacks."""
+        """Have other ranks write their stack traces to the run's file, and write the last ones of silent ranks."""
         if 0 not in self.find_silent():
             self._send("relay", "record_stacks", reason)
         self.record_silent(reason)
 
     def record_silent(self, reason: str) -> None:
-        """Write the last known stacks of ranks without heartbeats to the run's file, from only one rank."""
+        """Write the last reported stack traces of silent ranks to the run's file; on ranks above 1 do nothing."""
         for rank, status in self.find_silent().items() if self.rank <= 1 else ():
             text = f"It does not run. Its main thread was last seen {status.where}:\n{status.stack}"
             self._recorder.append(reason, text, name=f"rank {rank}, seen from rank {self.rank}")
@@ -247,7 +247,9 @@ def find_missing(
 
 
 def is_known(waiting: Sequence[int], missing: Sequence[int], states: Mapping[int, RankState]) -> bool:
-    """Return whether the result of :func:`find_missing` is certain enough to end the run.
+    """Return whether the run must end: a missing rank has no heartbeats, or a waiting rank visibly waits for others.
+
+    The ranks are the result of :func:`find_missing`.
 
     Running ranks, none of which visibly waits for another, may each wait for something else, such as an engine or a
     reward.
@@ -260,7 +262,7 @@ def _is_wait_seen(waiting: Sequence[int], states: Mapping[int, RankState]) -> bo
 
 
 def describe_wait(waiting: Sequence[int], missing: Sequence[int], states: Mapping[int, RankState]) -> str:
-    """Describe the result of :func:`find_missing`: which ranks wait, where, and for which ranks."""
+    """Return a sentence about the result of :func:`find_missing`: which ranks wait, where, and for which ranks."""
     first = states[waiting[0]].status
     assert first is not None
     seconds = min(states[rank].stuck_seconds for rank in waiting)

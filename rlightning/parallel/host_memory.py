@@ -14,7 +14,7 @@ _ALIGNMENT = 512
 
 
 class HostMemory:
-    """Moves the storages of tensors to the host and back.
+    """Moves tensors' data from devices to host memory, which frees device memory, and back.
 
     A storage is copied to the host and resized to 0; later it is resized and filled again. Tensors, parameters, views,
     DTensors and FSDP's shards stay the same objects. Reading them in between would crash the process. Shared storages
@@ -32,7 +32,7 @@ class HostMemory:
         return sum(size for _, _, size in self._moved)
 
     def take(self, tensors: Iterable[Tensor], device_type: str = "cuda") -> int:
-        """Move the storages of ``tensors`` on devices of this type to the host; return the number of bytes moved."""
+        """Move the data of ``tensors`` on devices of this type to host memory; return the number of bytes moved."""
         storages = list(_unique_storages(tensors, device_type))
         for device in {storage.device for storage in storages}:
             synchronize(device)  # waits for every stream that still writes to them
@@ -53,7 +53,7 @@ class HostMemory:
         return sum(size for _, _, size in moved)
 
     def give_back(self) -> int:
-        """Move all storages back to their devices; return the number of bytes moved.
+        """Move all data back to its devices; return the number of bytes moved.
 
         Raises:
             torch.OutOfMemoryError: the device has too little memory; the remaining storages stay on the host for
@@ -76,7 +76,7 @@ class HostMemory:
         return num_bytes
 
     def close(self) -> None:
-        """Move all storages back, and free the host memory. May be called twice."""
+        """Move all data back to its devices, and free the host memory. May be called twice."""
         self.give_back()
         self._blocks.clear()
 

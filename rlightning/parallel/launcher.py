@@ -32,14 +32,14 @@ PER_NODE = {"torchrun": "--nproc-per-node", "SLURM": "--ntasks-per-node"}
 
 
 class RankLauncher(SubprocessLauncher):
-    """Starts the other ranks as Lightning does, and reports an exception before the clean-up begins.
+    """Lightning launcher that starts the other ranks, and reports this rank's exception to them before the clean-up.
 
     Lightning's launcher leaves child processes running when rank 0 raises, and kills rank 0 when a child has failed.
     Here the failure watch ends all ranks; before it has started, the failure of a child ends rank 0, and vice versa.
     """
 
     def launch(self, function: Callable[..., T], *args: object, trainer: Trainer | None = None, **kwargs: object) -> T:
-        """Start the other ranks, unless torchrun or SLURM has started them, and run ``function`` on this rank."""
+        """Start the other ranks, unless torchrun or SLURM has, and return the result of ``function`` on this rank."""
         check_launch(self.num_processes, self.num_nodes)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
@@ -60,7 +60,7 @@ class RankLauncher(SubprocessLauncher):
             raise
 
     def kill(self, signum: int) -> None:
-        """Forward a signal, except SIGKILL, to the ranks started here; after Ctrl-C the failure watch ends them."""
+        """Forward a signal to the ranks started here; SIGKILL only if no failure watch runs, which ends them itself."""
         if signum != signal.SIGKILL or active_watch() is None:
             super().kill(signum)
 
@@ -105,7 +105,7 @@ def check_port(port: int) -> None:
 
 
 def describe_rendezvous(error: Exception) -> ConfigError:
-    """Return the error for ranks that cannot connect at the address in the launcher's variables."""
+    """Return a ConfigError that explains why the ranks could not connect at MASTER_ADDR, from torch's ``error``."""
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "")
     reason = cut_line(str(error).partition("\n")[0])
     if isinstance(error, dist.DistStoreError):

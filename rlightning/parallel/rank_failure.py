@@ -31,7 +31,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> "Failure":
-        """Return the failure of a rank in which ``error`` was raised."""
+        """Return the failure to report for a rank in which ``error`` was raised."""
         return cls(rank, describe(error), exit_code(error), is_foreseen=find_run_error(error) is not None)
 
 
@@ -47,7 +47,7 @@ def is_of_collective(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception in one line."""
+    """Return an exception in one line that follows "rank 1 ", such as "failed: ValueError: boom"."""
     if isinstance(error, KeyboardInterrupt):
         return "was interrupted"
     lines = str(error).strip().splitlines() or [""]

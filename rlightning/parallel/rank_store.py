@@ -29,7 +29,7 @@ class StoreSilentError(StoreError):
 
 
 class RankStore:
-    """A store of texts by key, in which every wait has a timeout.
+    """A key-value store of texts that all ranks share; a request without an answer in time raises a StoreError.
 
     The process group's own store can wait forever if its host is suspended or unreachable, without a way to interrupt
     it. Hence requests run in a thread of this process.
@@ -60,7 +60,7 @@ class RankStore:
         return self._ask(read)
 
     def set_first(self, key: str, text: str) -> str:
-        """Write ``text`` unless the key has a value; return the key's value, the same on all ranks."""
+        """Write ``text`` unless a rank has already set the key; return the key's value, the same on all ranks."""
         return self._ask(lambda store: store.compare_set(self._prefix + key, "", text)).decode()
 
     def add(self, key: str, amount: int) -> int:
@@ -68,14 +68,14 @@ class RankStore:
         return self._ask(lambda store: store.add(self._prefix + key, amount))
 
     def by_rank(self, key: str, ranks: Iterable[int] | None = None) -> dict[int, str]:
-        """Return, by rank, the texts that ranks (by default all) stored by :meth:`exchange` or under ``key/rank``."""
+        """Return the texts under ``key/rank`` by rank, for ``ranks`` or all ranks, without ranks that have no text."""
         texts = {rank: self.get(f"{key}/{rank}") for rank in (self.ranks if ranks is None else ranks)}
         return {rank: text for rank, text in texts.items() if text is not None}
 
     def exchange(
         self, key: str, text: str, seconds: float, *, is_over: Callable[[list[int]], bool] = lambda missing: False
     ) -> dict[int, str]:
-        """Write this rank's text, wait up to ``seconds`` for the other ranks' texts, and return all by rank.
+        """Write this rank's text, wait up to ``seconds`` for the other ranks' texts, and return those found, by rank.
 
         ``is_over`` is called repeatedly with the missing ranks; the wait ends when it returns True.
         """
@@ -91,7 +91,7 @@ class RankStore:
         return dict(sorted(found.items()))
 
     def until(self, deadline: Deadline) -> Self:
-        """Return the same store with a limit: no request waits beyond ``deadline``.
+        """Return a copy with the same connection, whose requests do not wait beyond ``deadline``.
 
         A request may nevertheless wait for ``intervals.MIN_STORE_TIMEOUT`` seconds.
         """
@@ -100,7 +100,7 @@ class RankStore:
         return store
 
     def close(self) -> None:
-        """Close the connection; on rank 0 it keeps the store's server and its port alive."""
+        """Close this rank's connection, which on rank 0 would keep the store's server and its port alive."""
         self._requests.put(None)
         self._thread.join(1.0)
 

@@ -24,7 +24,10 @@ def move_replicated(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def broadcast_replicated(module: nn.Module) -> None:
-    """Broadcast rank 0's values of unsharded parameters and buffers: random initial values may differ between ranks."""
+    """Replace the unsharded parameters and buffers of ``module`` by rank 0's values; every rank must call this.
+
+    Random initial values may differ between ranks.
+    """
     for owner in _owners(module):
         for tensor in _own_tensors(owner):
             dist.broadcast(tensor.detach(), 0)
@@ -32,7 +35,7 @@ def broadcast_replicated(module: nn.Module) -> None:
 
 @torch.no_grad()
 def average_gradients(module: nn.Module) -> None:
-    """Average the gradients of trained, unsharded parameters over the ranks; collective.
+    """Average the gradients of trained, unsharded parameters over the ranks, in place; every rank must call this.
 
     A gradient that is missing on some ranks counts as 0 there; one that is missing on all ranks stays None.
     """

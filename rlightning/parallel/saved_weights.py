@@ -17,10 +17,15 @@ OF_ACTOR = "actor."
 
 
 def check_saved_weights(saved: Mapping[str, object], own: Mapping[str, object], module: nn.Module) -> None:
-    """Raise a ConfigError if a checkpoint's weights do not belong to a module.
+    """Raise a ConfigError if a checkpoint's weights differ from a module's in their names, shapes or ties.
 
     The message names the first weight that only one of the two has, that has another shape, or that only one of them
     ties to another weight (by shared memory, or equal values).
+
+    Args:
+        saved: the checkpoint's weights, by name.
+        own: the module's weights, by name.
+        module: the module.
     """
     what, names = "The checkpoint", parameter_names(module)
     check_shapes(shapes_of(saved), shapes_of(own), what)
@@ -29,7 +34,13 @@ def check_saved_weights(saved: Mapping[str, object], own: Mapping[str, object], 
 
 
 def check_shapes(saved: Shapes, own: Shapes, what: str) -> None:
-    """Raise a ConfigError for the first weight that is missing in a checkpoint or a module, or has another shape."""
+    """Raise a ConfigError for the first weight that is missing in a checkpoint or a module, or has another shape.
+
+    Args:
+        saved: the checkpoint's shapes, by name.
+        own: the module's shapes, by name.
+        what: the checkpoint's name in the error.
+    """
     for name, shape in own.items():
         if name not in saved and not name.startswith(OF_ACTOR):
             raise ConfigError(
@@ -54,7 +65,7 @@ def check_shapes(saved: Shapes, own: Shapes, what: str) -> None:
 def check_ties(
     saved: Mapping[str, str], own: Mapping[str, str], what: str, values: Mapping[str, object] | None = None
 ) -> None:
-    """Raise a ConfigError for a checkpoint with other tied weights than a module.
+    """Raise a ConfigError if weights are tied in a checkpoint and not in a module, or the other way around.
 
     Args:
         saved: the checkpoint's tied weights: for each further name of a weight its first name.
@@ -82,7 +93,7 @@ def _is_equal(values: Mapping[str, object], name: str, other: str) -> bool:
 
 
 def check_optimizer_state(saved: StateDict, optimizer: Optimizer) -> None:
-    """Raise a ConfigError if a checkpoint's optimizer state has another number of parameters than the optimizer.
+    """Raise a ConfigError if a saved optimizer state and an optimizer differ in the sizes of their parameter groups.
 
     :func:`check_ties` cannot tell whether equal weights in a checkpoint were a single parameter.
     """
@@ -98,12 +109,12 @@ def check_optimizer_state(saved: StateDict, optimizer: Optimizer) -> None:
 
 
 def parameter_names(module: nn.Module) -> set[str]:
-    """Return the names of parameters, including all names of tied ones, but not of buffers."""
+    """Return the names of a module's parameters, with all names of tied ones and without buffers."""
     return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
 def find_shared(state: Mapping[str, object], names: Set[str]) -> dict[str, str]:
-    """For each of the ``names`` whose tensor shares the memory of an earlier one, return the earlier name."""
+    """Return the tied weights in a state dict: for each of ``names`` the earlier name with the same memory, if any."""
     firsts: dict[object, str] = {}
     shared: dict[str, str] = {}
     for name, tensor in state.items():
@@ -116,5 +127,5 @@ def find_shared(state: Mapping[str, object], names: Set[str]) -> dict[str, str]:
 
 
 def shapes_of(state: Mapping[str, object]) -> dict[str, Sequence[int] | None]:
-    """Return the shapes of tensors by name; None for other values."""
+    """Return the full shape of each tensor in a state dict, by name; None for other values."""
     return {name: value.shape if isinstance(value, Tensor) else None for name, value in state.items()}

@@ -43,7 +43,7 @@ class Sharding:
     def shard(
         self, module: nn.Module, precision: MixedPrecisionPolicy | None = None, *, reshard_after_forward: bool = True
     ) -> None:
-        """Shard a module's parameters over the data-parallel ranks, as one group that FSDP gathers together."""
+        """Shard a module's parameters in place over the data-parallel ranks, as one group that is gathered together."""
         is_on_host = self.cpu_offload == "parameters"
         fully_shard(
             module,
@@ -56,7 +56,7 @@ class Sharding:
 
 
 def shard_parts(owner: nn.Module, sharding: Sharding) -> None:
-    """Shard the modules of ``owner`` outside its sharded models, such as a subclass's value head.
+    """Shard, in place, the modules of ``owner`` that are not sharded yet, such as a subclass's value head.
 
     Values must be equal on all ranks. Each module is gathered for its ``forward`` and again for the backward, in its
     own dtype. For a container without a forward, such as a ModuleList, the children are sharded instead; other
@@ -96,12 +96,12 @@ def is_adapter_weight(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Return the name of a parameter in the same model without an adapter."""
+    """Convert a parameter's name in a model with PEFT's adapter to its name in the base model."""
     return name.replace(".base_layer.", ".")
 
 
 class CodedLinear(nn.Module):
-    """Base of linear layers that store quantised codes and compute their matrix from them.
+    """Base of linear layers that store their weight matrix as quantised codes and dequantise it when it is used.
 
     Attributes:
         codes: the quantised matrix, as a parameter that the subclass encodes and decodes.
@@ -142,7 +142,10 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def rounded_vectors(policy: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Context manager in which norms and biases are rounded to ``dtype``, as in engines; autocast rounds matrices."""
+    """Context manager in which vectors (norm gains, biases) are rounded to ``dtype``, as engines store them.
+
+    Their values are restored afterwards. Matrices are not changed, since autocast rounds them.
+    """
     vectors = [local_tensor(parameter.data) for parameter in policy.parameters() if parameter.ndim < 2]
     masters = [vector.clone() for vector in vectors]
     try:

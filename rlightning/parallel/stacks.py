@@ -19,7 +19,7 @@ SIGNAL = signal.SIGUSR1
 
 
 class StackRecorder(threading.Thread):
-    """Appends this process's stacks to the run's file, on SIGUSR1 or on request.
+    """Thread that appends this process's stack traces to the run's ``stacks.txt``, on SIGUSR1 or on request.
 
     Args:
         name: name of this process in the file, such as "rank 1".
@@ -37,7 +37,7 @@ class StackRecorder(threading.Thread):
         self._lock = threading.Lock()
 
     def take_signal(self) -> None:
-        """Record stacks on SIGUSR1 from now on, unless the program has its own handler.
+        """Record stack traces on SIGUSR1 from now on, unless the program has its own handler for it.
 
         After the run the signal is ignored, since its default action would end the process.
         """
@@ -70,7 +70,13 @@ class StackRecorder(threading.Thread):
         self.append(reason, text)
 
     def append(self, reason: str, text: str, *, name: str | None = None) -> None:
-        """Append a reason and a text with stacks to the file in one write, under this process's name by default."""
+        """Append a section with a reason and stack traces to the file in one write.
+
+        Args:
+            reason: why they are recorded, in the section's first line.
+            text: the stack traces.
+            name: whose stack traces these are; None for this process.
+        """
         here = f"{name or f'{self.process_name}, process {os.getpid()}'} on {socket.gethostname()}"
         section = f"=== {here}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n{text.rstrip()}\n\n"
         try:
@@ -92,14 +98,21 @@ class StackRecorder(threading.Thread):
 
 
 def do_nothing(reason: str) -> None:
-    """Do nothing: the default of ``forward`` for a run of one process."""
+    """Do nothing: ``StackRecorder.forward`` in a run of one process, which has no others to record."""
 
 
 _recorder: StackRecorder | None = None
 
 
 def start_recorder(folder: Path, name: str) -> StackRecorder:
-    """Start this process's recorder, which writes to the run's folder under a name such as "rank 1"."""
+    """Start this process's recorder of stack traces, and return it.
+
+    A recorder that runs already continues with the new folder and name.
+
+    Args:
+        folder: the run's folder, for ``stacks.txt``.
+        name: name of this process in the file, such as "rank 1".
+    """
     global _recorder
     is_left = _recorder is not None and _recorder.ident is not None and not _recorder.is_alive()
     if _recorder is None or is_left:  # by the process that this one was forked from
@@ -110,18 +123,21 @@ def start_recorder(folder: Path, name: str) -> StackRecorder:
 
 
 def run_folder(root_dir: str) -> Path:
-    """Return the folder for a run's stacks: its ``default_root_dir``, or the working directory if that is a URL."""
+    """Return the folder for a run's ``stacks.txt``: ``root_dir``, or the working directory if that is a URL."""
     return Path() if "://" in root_dir else Path(root_dir).expanduser()
 
 
 def record_own(reason: str) -> None:
-    """Record this process's stacks, if it has a recorder."""
+    """Append this process's stack traces to the run's ``stacks.txt``, if it has a recorder."""
     if _recorder is not None:
         _recorder.record(reason)
 
 
 def record_all(reason: str) -> None:
-    """Have all processes of the run record their stacks, and wait briefly; without a recorder do nothing."""
+    """Have all processes of the run write their stack traces to ``stacks.txt``, and give them a short time for it.
+
+    Without a recorder, do nothing.
+    """
     record_own(reason)
     if _recorder is not None:
         _recorder.forward(reason)

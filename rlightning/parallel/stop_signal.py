@@ -41,7 +41,9 @@ GRACE_PERIOD = 120.0
 
 
 class StopSignal:
-    """The handling of signals that ask a Trainer's run to stop (see :func:`stop_signal`).
+    """Handles SIGTERM and Ctrl-C for a Trainer: all ranks stop after the current step, within a grace period.
+
+    There is one for each Trainer (:func:`stop_signal`).
 
     Two methods of the Trainer are replaced. Inside its signal handler, Lightning broadcasts a device tensor, perhaps in
     the middle of another collective, and logs, perhaps in the middle of another line; it broadcasts again before each
@@ -69,7 +71,10 @@ class StopSignal:
         return 128 + (self.signum or signal.SIGTERM)
 
     def handle_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM or Ctrl-C."""
+        """Handle SIGTERM or Ctrl-C: the first one asks the run to stop after the current step, a second one kills it.
+
+        In interactive Python a second one has no effect. A signal of this process's own thread ends the step.
+        """
         if self._must_interrupt:  # sent by this process's thread, see watch()
             self._must_interrupt = False
             self._interrupt()
@@ -84,7 +89,7 @@ class StopSignal:
             self._end("ended by a second signal")
 
     def agree(self) -> None:
-        """Have all ranks stop before their next batch if any rank has received a signal."""
+        """Raise a SIGTERMException on all ranks if any has received a signal; all ranks call this before each batch."""
         asked = int(all_reduce(torch.tensor(self.signum), "max", name="next batch"))
         if asked:
             if not self.signum:  # another rank was asked to stop
@@ -94,7 +99,10 @@ class StopSignal:
             raise SIGTERMException
 
     def keep_step(self) -> None:
-        """Prevent an interruption of the current step from now on: the step changes state that checkpoints contain."""
+        """Forbid interruption of the current step from now on, since it changes state that checkpoints contain.
+
+        If the ranks are voting on an interruption, wait for the result, which may interrupt the step here.
+        """
         with self._lock:
             if not self._is_frozen:
                 self.can_interrupt = False
@@ -103,7 +111,10 @@ class StopSignal:
         self.can_interrupt = False
 
     def watch(self) -> None:
-        """Start a thread that enforces the grace period."""
+        """Start a thread that enforces the grace period after a signal.
+
+        After half of it a step that still samples is interrupted; at its end the process is killed.
+        """
         self._is_over.clear()
         threading.Thread(target=self._watch, name="stop-signal", daemon=True).start()
 
@@ -203,7 +214,7 @@ _signals: weakref.WeakKeyDictionary[Trainer, StopSignal] = weakref.WeakKeyDictio
 
 
 def stop_signal(trainer: Trainer) -> StopSignal:
-    """Return the stop signal of a Trainer."""
+    """Return the :class:`StopSignal` of a Trainer; the first call creates it in place of Lightning's handling."""
     if trainer not in _signals:
         _signals[trainer] = StopSignal(trainer)
     return _signals[trainer]

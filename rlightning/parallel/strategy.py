@@ -30,7 +30,9 @@ T = TypeVar("T")
 
 
 class ConnectedRanks(ParallelStrategy):
-    """Mixin of Lightning strategies; it comes first in the bases, as in ``class DDP(ConnectedRanks, DDPStrategy)``.
+    """Mixin of Lightning strategies of several ranks: named barriers, a CPU group, and an end of all if one fails.
+
+    It comes first in the bases, as in ``class DDP(ConnectedRanks, DDPStrategy)``.
 
     - Lightning's barriers are :func:`~rlightning.parallel.barrier.barrier`, with the name of the calling function.
     - Broadcasts, reductions of metrics and decisions use the CPU group, and use the device only to read a tensor.
@@ -70,7 +72,11 @@ class ConnectedRanks(ParallelStrategy):
             self._launcher = RankLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
 
     def setup_environment(self) -> None:
-        """Connect to the other ranks and start the failure watch."""
+        """Create the process groups and start the failure watch; every rank must call this.
+
+        Raises:
+            ConfigError: the ranks cannot connect.
+        """
         if self.root_device.type == "cuda":
             # NCCL kills a process whose collective has timed out. The failure watch acts earlier, to clean up.
             self._timeout = timedelta(seconds=self.barrier_timeout + intervals.DEVICE_TIMEOUT_MARGIN)
@@ -90,20 +96,20 @@ class ConnectedRanks(ParallelStrategy):
         prepare_data_at_barrier(trainer)
 
     def connect_ranks(self) -> None:
-        """Create the process groups as Lightning's strategy does; override this to create others."""
+        """Create the process groups as Lightning's strategy does; a subclass overrides this to create others."""
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Install the run's stop signal; called after the model exists and before Lightning's signal handlers."""
+        """Set up as Lightning does, then install this package's handling of SIGTERM and Ctrl-C."""
         super().setup(trainer)
         stop_signal(trainer)
 
     def barrier(self, name: str | None = None, *args: object, **kwargs: object) -> None:
-        """Wait until all ranks have called this; the default name is the calling function's."""
+        """Wait until all ranks have called this, or raise a BarrierError; the default name is the caller's."""
         barrier(name or sys._getframe(1).f_code.co_qualname)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return the ``obj`` of rank ``src``, which must be picklable."""
+        """Return rank ``src``'s ``obj``, which must be picklable, on every rank; every rank must call this."""
         group = cpu_group()
         if group is None:
             return obj
@@ -113,7 +119,9 @@ class ConnectedRanks(ParallelStrategy):
         return holder[0]
 
     def reduce(self, tensor: T, group: dist.ProcessGroup | None = None, reduce_op: object = "mean") -> T | Tensor:
-        """Reduce a tensor over all ranks, in place; other values are returned unchanged.
+        """Reduce a tensor over all ranks in place, by default to its mean, and return it; every rank must call this.
+
+        Values other than tensors are returned unchanged.
 
         Args:
             tensor: a tensor on any device. The mean of integers is a new float tensor.
@@ -142,16 +150,19 @@ class ConnectedRanks(ParallelStrategy):
             return tensor.copy_(reduced)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether ``decision`` is True on all ranks, or with ``all=False`` on any rank."""
+        """Return whether ``decision`` is True on all ranks, or with ``all=False`` on any; every rank must call this."""
         votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, object]:
-        """Load the checkpoint at rank 0's path: only rank 0 has verified which one is the newest undamaged one."""
+        """Load the checkpoint at rank 0's path, and return it; every rank must call this.
+
+        Only rank 0 has verified which checkpoint is the newest undamaged one.
+        """
         return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report the exception to the other ranks; called when it ends the run."""
+        """Report the exception, which ends the run, to the other ranks. Lightning calls this."""
         # Ranks that multiprocessing started have Lightning's launcher, which does not report.
         report_failure(exception)
         super().on_exception(exception)
@@ -181,7 +192,10 @@ class DDP(ConnectedRanks, DDPStrategy):
 
 
 def replace_lightning_ddp() -> None:
-    """Use this package's DDP for ``trainer.strategy: ddp`` and its variants, and as the default for several devices."""
+    """Register this package's DDP in Lightning's registry in place of ``DDPStrategy``, under all of its names.
+
+    Thus ``trainer.strategy: ddp`` uses it, and so does the default strategy for several devices.
+    """
     for name, entry in StrategyRegistry.items():
         if entry["strategy"] is DDPStrategy:
             description = f"{entry['description']}; its ranks end together"

@@ -40,7 +40,9 @@ SPAWN_RULE = (
 
 
 def spell_out(value: Any, key: str = "") -> Any:
-    """Return a configuration, or the part of it under ``key``, with the strategy's name replaced by its class.
+    """Return a configuration in which a strategy's short name, such as ``fsdp2``, is replaced by its ``class_path``.
+
+    ``value`` is the whole configuration, or the part of it under ``key``.
 
     Raises a ConfigError for a former name of a class.
     """
@@ -57,7 +59,7 @@ def spell_out(value: Any, key: str = "") -> Any:
 
 
 def no_strategy(name: str) -> ConfigError:
-    """Return the error for an unknown strategy name."""
+    """Return the ConfigError for an unknown strategy name, with suggestions."""
     return ConfigError(
         f"{KEY}: there is no strategy '{name}'. {did_you_mean(name, CHOICES)} "
         "One of your own is named by its dotted path."
@@ -65,7 +67,7 @@ def no_strategy(name: str) -> ConfigError:
 
 
 def check_strategy(name: object) -> None:
-    """Raise a ConfigError for an unknown strategy name, or an unsupported strategy; objects are not checked."""
+    """Raise a ConfigError for the name of an unknown or unsupported strategy; strategy objects are not checked."""
     if not isinstance(name, str) or name in (*CHOICES, *CLASSES):
         return
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # takes seconds
@@ -85,7 +87,7 @@ def check_strategy(name: object) -> None:
 
 
 def find_strategy(strategy: object) -> object:
-    """Return this package's strategy for a short name or a dotted path in :data:`CLASSES`; other values unchanged."""
+    """Return a new instance of this package's strategy for a name in :data:`CLASSES`; return other values unchanged."""
     if not isinstance(strategy, str) or strategy not in CLASSES:
         return strategy
     return resolve_name(CLASSES[strategy])()

@@ -14,15 +14,15 @@ from rlightning.parallel.barrier import barrier
 
 @runtime_checkable
 class ValidatesFirst(Protocol):
-    """A module that decides whether it is validated before the first step."""
+    """A module with a setting, ``validate_first``: whether a validation runs before the first training step."""
 
     validate_first: bool
 
 
 def prepare_data_at_barrier(trainer: Trainer) -> None:
-    """Run ``prepare_data`` on one process of each host; the others wait at a barrier with a name and a timeout.
+    """Have the Trainer run ``prepare_data`` on one process of each host, while the others wait at a named barrier.
 
-    This replaces the Trainer's method, whose barrier has a timeout of 27 years.
+    This replaces the Trainer's own method, whose barrier has a timeout of 27 years.
     """
 
     def prepare() -> None:
@@ -40,7 +40,7 @@ def prepare_data_at_barrier(trainer: Trainer) -> None:
 
 
 class LeaveEvaluation(Callback):
-    """A callback that restores modules' training mode when an exception or Ctrl-C ends an evaluation."""
+    """A callback that restores each submodule's ``train()`` or ``eval()`` mode when an exception ends an evaluation."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore each module's mode from before the current evaluation, if there is one."""
@@ -48,7 +48,7 @@ class LeaveEvaluation(Callback):
 
 
 def validate_in_fit(trainer: Trainer) -> list[dict[str, Tensor]]:
-    """Run validation within a fit, as between two training batches; return the metrics of each set by name.
+    """Run validation within a fit, as between two training batches; return a dict of metrics for each set.
 
     Lightning's own validation before training is a sanity check, whose results are dropped.
     """

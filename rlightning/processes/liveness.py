@@ -7,7 +7,7 @@ from rlightning import intervals
 
 
 class Deadline:
-    """A point in time at which a wait ends, given in seconds from now."""
+    """A point in time, ``seconds`` after this object's construction, at which waits end."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

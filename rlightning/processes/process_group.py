@@ -31,7 +31,7 @@ def die_with_parent() -> None:
 
 
 def end_with_parent(lifeline: int) -> None:
-    """Have the kernel kill this process and its group when the parent ends.
+    """Have the kernel kill this process and its process group when the parent process ends.
 
     This works even while a call holds the GIL.
 
@@ -46,7 +46,7 @@ def end_with_parent(lifeline: int) -> None:
 
 
 def end_group(group: int) -> None:
-    """Kill every process of ``group`` except this one, and wait until they have ended."""
+    """Kill every process of a process group except this one; wait until they have ended, at most two minutes."""
     tracker_grace, end = Deadline(intervals.TRACKER_GRACE), Deadline(2 * intervals.TRACKER_GRACE)
     killed = {group}
     while members := _others(group):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Process(NamedTuple):
-    """A process in the system's process table; ``start`` is in clock ticks since the host's boot."""
+    """A process of this host, as ``/proc`` lists it; ``start`` is in clock ticks since the host's boot."""
 
     pid: int
     name: str
@@ -24,7 +24,7 @@ class Process(NamedTuple):
 
 
 def find_process(pid: int) -> Process | None:
-    """Return the process with this id; None if it does not exist, or the system has no process table."""
+    """Return the process with this id; None if it does not exist, or the system has no ``/proc``."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -43,7 +43,7 @@ def list_processes() -> Iterator[Process]:
 
 
 def find_children(parent: int) -> dict[int, str]:
-    """Return a process's children by process id, with the name of each program."""
+    """Return the child processes of a process: the name of each one's program by process id."""
     return {process.pid: process.name for process in list_processes() if process.parent == parent}
 
 

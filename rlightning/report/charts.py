@@ -16,7 +16,7 @@ MAX_BARS = 80
 
 
 class Axes:
-    """The mapping from values to pixels in the drawing area of ``width`` times ``HEIGHT`` pixels."""
+    """The axes of a chart of ``width`` x ``HEIGHT`` pixels, which map steps and values to pixels."""
 
     def __init__(self, steps: tuple[float, float], values: tuple[float, float], width: int) -> None:
         self.width = width
@@ -26,12 +26,12 @@ class Axes:
         self.first, self.last = steps
 
     def x(self, step: float) -> float:
-        """Return a step's pixels from the left edge."""
+        """Return a rollout step's distance from the chart's left edge, in pixels."""
         share = (step - self.first) / (self.last - self.first) if self.last > self.first else 0.5
         return LEFT + share * (self.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Return a value's pixels from the top edge."""
+        """Return a value's distance from the chart's top edge, in pixels."""
         return TOP + (self.high - value) / (self.high - self.low) * (HEIGHT - TOP - BOTTOM)
 
     def draw(self, y_label: str) -> str:

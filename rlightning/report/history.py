@@ -10,7 +10,7 @@ Points = list[tuple[int, float]]
 
 
 class History:
-    """Every metric's values by rollout step.
+    """The values of every metric over rollout steps, thinned out in long runs.
 
     A series that reaches ``max_points`` is reduced to every other point, and then records only every other step, so
     that a run of any length has at most ``max_points`` evenly spaced points.
@@ -40,12 +40,12 @@ class History:
                 self._strides[name] = 2 * max(stride, points[1][0] - points[0][0])
 
     def last(self, name: str) -> float | None:
-        """Return the newest value of a metric."""
+        """Return the newest value of a metric; None if it has none."""
         points = self.series.get(name)
         return points[-1][1] if points else None
 
     def first(self, name: str) -> float | None:
-        """Return the oldest value of a metric."""
+        """Return the oldest value of a metric; None if it has none."""
         points = self.series.get(name)
         return points[0][1] if points else None
 
