@@ -122,6 +122,7 @@ VLLM = {
     "vllm._custom_ops": "_supports_onednn",
     "vllm.lora.model_manager": "_last_mapping",
     "vllm.lora.worker_manager": "_adapter_manager",
+    "vllm.model_executor.layers.utils": "check_cpu_sgl_kernel",
 }
 """Names in the source of these modules."""
 MODULES = {

@@ -10,11 +10,14 @@ if TYPE_CHECKING:
 def keep_linears_unpacked() -> None:
     """Have vLLM keep the unpacked weights of linear layers on a CPU.
 
-    With oneDNN, vLLM packs each weight and drops the original, so that no further weights could be loaded.
+    vLLM packs each weight for oneDNN, or on a CPU with AMX a small one of half precision for its own kernel, and drops
+    the original, so that no further weights could be loaded.
     """
     from vllm import _custom_ops  # loads the kernels
+    from vllm.model_executor.layers import utils
 
     _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 def adapters_of(manager: "WorkerLoRAManager") -> "LoRAModelManager":
