@@ -103,7 +103,7 @@ def unlock_all() -> None:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Check that a folder is writable, without creating it.
+    """Raise a ConfigError if a folder is not writable, or does not exist and cannot be created; nothing is created.
 
     Args:
         folder: a folder, which need not exist.

@@ -15,7 +15,7 @@ def run_seed() -> int | None:
 
 
 def mix_seed(*parts: int | str) -> int:
-    """Return the seed of the random stream named by ``parts``, which is the same in every process.
+    """Return a seed computed from ``parts``: equal parts give the same seed in every process.
 
     Args:
         parts: the run's seed, the stream's name, and further distinctions, such as a step.

@@ -56,18 +56,18 @@ class TransformersAdapter(TrainerCallback):
         return int(self.trainer.args.world_size)
 
     def on_train_begin(self, args: object, state: object, control: object, **given: object) -> None:
-        """Call ``setup``; called when the model and the optimizer are on the device."""
+        """Call the callbacks' ``setup``; called when the model and the optimizer are on the device."""
         fire(self, given["model"], "setup", "fit")
 
     def on_substep_end(self, args: object, state: object, control: object, **given: object) -> None:
-        """Call ``on_update_end`` after a micro-batch other than a step's last, with gradient accumulation."""
+        """Call the callbacks' ``on_update_end`` after each micro-batch that is not the last of an optimizer step."""
         fire(self, given["model"], "on_update_end", None)
 
     def on_step_end(self, args: object, state: object, control: object, **given: object) -> None:
-        """Call ``on_update_end``; called after the optimizer's step."""
+        """Call the callbacks' ``on_update_end``; called after the optimizer's step."""
         fire(self, given["model"], "on_update_end", None)
 
     def on_train_end(self, args: object, state: object, control: object, **given: object) -> None:
-        """Call ``on_train_end`` and ``teardown``; called when training has ended."""
+        """Call the callbacks' ``on_train_end`` and ``teardown``; called when training has ended."""
         fire(self, given["model"], "on_train_end")
         fire(self, given["model"], "teardown", "fit")

@@ -13,7 +13,7 @@ from rlightning.rollout.sampler import Sampling
 
 
 class Choice(NamedTuple):
-    """The chosen token of each sequence.
+    """The sampled token of each of ``N`` sequences, with its log-probability and the tokens it was drawn from.
 
     Attributes:
         tokens: [N].
@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 
 def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Choice:
-    """Choose a token for each sequence.
+    """Sample a token of each sequence from its logits; return the tokens, their log-probabilities and supports.
 
     Settings apply in vLLM's order: temperature, ``min_p``, ``top_k``, ``top_p``. A token depends only on the logits and
     the random number of its sequence.
@@ -40,7 +40,7 @@ def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Seque
             (``temperature=0``).
 
     Returns:
-        The tokens, on the CPU.
+        The tokens and log-probabilities on the CPU, and the supports.
     """
     device = logits.device
     temperatures = torch.tensor([one.temperature or 1.0 for one in samplings], device=device)
@@ -56,7 +56,7 @@ def choose_tokens(logits: Tensor, samplings: Sequence[Sampling], uniforms: Seque
 
 
 def find_supports(logprobs: Tensor, samplings: Sequence[Sampling]) -> list[list[int]]:
-    """Return the token ids of each truncated distribution [V]; an empty list for more than ``max_support`` tokens."""
+    """Return the ids of the finite entries in each row of ``logprobs`` [N, V]; none for more than ``max_support``."""
     supports: list[list[int]] = [[] for _ in samplings]
     if any(one.max_support for one in samplings):
         limits = torch.tensor([one.max_support for one in samplings], device=logprobs.device)

@@ -134,7 +134,7 @@ class TransformersSampler:
         return await asyncio.wrap_future(request.done)  # a cancelled request is dropped at the next step
 
     async def score(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return the log-probabilities of ``token_ids`` at temperature 1: [P], 0 for the first token."""
+        """Return the log-probability of each token given the previous ones, at temperature 1; 0 for the first token."""
         return await asyncio.wrap_future(self._thread.submit(self._score, list(token_ids)))
 
     def _score(self, token_ids: list[int]) -> NDArray[np.float32]:

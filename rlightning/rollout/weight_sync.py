@@ -21,7 +21,7 @@ from rlightning.rpc.client import LoopThread
 
 
 class SamplerStates(NamedTuple):
-    """The state of a rank's samplers before a weight sync.
+    """What a rank reports to the other ranks about its samplers before a weight sync.
 
     Attributes:
         is_stale: whether a sampler of the rank needs weights.
@@ -39,7 +39,7 @@ class SamplerStates(NamedTuple):
 
 
 class RankSamplers(ABC):
-    """The samplers of this rank. Each rank creates one, and all ranks call the same methods in the same order.
+    """Base class for the samplers of a rank. Each rank creates one, and all ranks call its methods in the same order.
 
     The methods that are not abstract are for samplers that cannot die.
 
@@ -77,7 +77,7 @@ class RankSamplers(ABC):
         return
 
     def needs_sync(self) -> bool:
-        """Return whether a sampler needs weights to serve again, as after a restart, even while others sample."""
+        """Return whether a sampler cannot sample until it is sent weights, as after a restart, even if others can."""
         return False
 
     @abstractmethod
@@ -90,7 +90,7 @@ class RankSamplers(ABC):
 
     @abstractmethod
     def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
-        """Send the actor's weights to each sampler that lacks them; a collective.
+        """Send the actor's weights to each sampler that lacks them; every rank must call it.
 
         Args:
             source: source of the weights.
@@ -131,7 +131,7 @@ class WeightSync:
         self._pool, self._loop = pool, loop
 
     def sync_weights(self) -> None:
-        """Send the actor's current weights to all engines that lack them; a collective.
+        """Send the actor's current weights to all engines that lack them; every rank must call it.
 
         Dead engines are restarted.
 

@@ -116,7 +116,7 @@ def decode(body: "bytes | memoryview", buffers: list[bytearray]) -> object:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One side of a stream of messages.
+    """Sends messages over a socket, and calls ``on_message`` with each message that arrives.
 
     Args:
         on_closed: called once with the error when the connection has ended.
@@ -192,7 +192,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def close_copy(self) -> None:
-        """Close a forked child's copy, which would keep the connection open after this process has ended."""
+        """In a forked child, close its copy of the socket, which would keep the connection open without the parent."""
         self._socket.close()
 
     def _write(self, data: "bytes | memoryview") -> None:

@@ -44,7 +44,7 @@ class RemoteError(RPCError):
 
 
 class PeerSettings(TypedDict, total=False):
-    """Settings of :class:`Peer`."""
+    """Optional keyword arguments of :class:`Peer`, where they are described."""
 
     name: str
     heartbeat_timeout: float
@@ -276,7 +276,7 @@ class Peer:
 
 
 async def limit(work: Awaitable[T], seconds: float) -> T:
-    """Await ``work``, and cancel it after this number of seconds.
+    """Await ``work`` and return its result; cancel it after this number of seconds.
 
     Raises:
         TimeoutError: the time has passed.

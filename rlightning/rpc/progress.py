@@ -19,7 +19,7 @@ _FIELDS = struct.Struct("qqq")
 
 
 class Progress(NamedTuple):
-    """The last recorded progress of a process.
+    """What a process has recorded last: the RPC call that it executed, and a counter of its steps.
 
     Attributes:
         num_steps: counter that grows while the process makes progress.
@@ -47,7 +47,7 @@ class ProgressFile:
         return cls(fd)
 
     def show(self, call: int, is_executing: bool) -> None:
-        """Record progress and whether a step is running; ``call`` is the call's key, 0 for the same call as before."""
+        """Record that a step of an RPC call begins (``is_executing``) or has ended; ``call=0``: the call as before."""
         self._num_steps += 1
         self._call = call or self._call
         os.pwrite(self.fd, _FIELDS.pack(self._num_steps, self._call, is_executing), 0)
@@ -63,7 +63,7 @@ class ProgressFile:
 
 
 def track_tasks(loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], None]) -> None:
-    """Have the loop report which RPC call it executes, for all tasks that are created from now on.
+    """Have the loop call ``show`` before and after each step of RPC calls' tasks that are created from now on.
 
     ``show(key, True)`` is called before each step of a task, with the key of its call (:data:`CALL`), and
     ``show(0, False)`` after it.

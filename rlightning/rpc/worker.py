@@ -17,7 +17,7 @@ STACK_SIGNAL = signal.SIGUSR1
 
 
 class Worker:
-    """Makes this process a pool's worker; the pool appends four arguments to its command line.
+    """Makes this process a worker of a pool, from four arguments that the pool has appended to its command line.
 
     The process ends with the pool's process, ignores Ctrl-C, and writes its output to standard error.
 

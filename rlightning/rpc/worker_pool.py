@@ -126,7 +126,7 @@ class WorkerPool:
         methods: Mapping[str, Method] | None = None,
         on_start: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run a call in a worker; repeat it in another worker if the first ends for a reason other than this call.
+        """Run a call in a worker, and return its result. If the worker ends, and not because of this call, repeat it.
 
         Args:
             arguments: plain data, for the worker's ``call``.
@@ -203,7 +203,7 @@ class WorkerPool:
             limit = self.max_calls + min(self.max_queued, len(self._waiting) // (2 * self.num_workers))
             if self._num_starting:  # leave a share of the calls to the workers that are starting
                 limit = min(limit, -(-self._num_calls // self.num_workers))
-            free = [worker for worker in self._workers if worker.has_place(call, limit)]
+            free = [worker for worker in self._workers if worker.has_capacity(call, limit)]
             if not free:
                 break
             self._waiting.popleft()
@@ -268,7 +268,7 @@ class _Call:
         self._requests: set[asyncio.Task[Any]] = set()
 
     async def serve(self, method: str, *arguments: object) -> object:
-        """Run a method that the worker has requested for this call."""
+        """Run one of this call's ``methods``, which the worker has requested, and return its result."""
         request = asyncio.ensure_future(self.methods[method](*arguments))
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
@@ -302,7 +302,10 @@ class _End(NamedTuple):
     may_repeat: bool
 
     def error_of(self, key: int) -> WorkerLostError:
-        """Return the error of one of the worker's calls."""
+        """Return the error with which the call ``key`` fails because its worker has ended.
+
+        Its ``is_bystander`` is set if another call is known to be the cause.
+        """
         is_bystander = self.culprit not in (None, key)
         return type(self.error)(str(self.error), self.error.stacks, is_bystander=is_bystander)
 
@@ -332,8 +335,8 @@ class _Worker:
         self._output: WorkerOutput | None = None
         self._excess: str | None = None
 
-    def has_place(self, call: _Call, max_calls: int) -> bool:
-        """Return whether the worker may run the call now."""
+    def has_capacity(self, call: _Call, max_calls: int) -> bool:
+        """Return whether the worker is ready and has fewer than ``max_calls`` calls; none if a call must run alone."""
         if self.peer is None or self.peer.closed.done() or self._is_hung or self._excess:
             return False
         if call.is_alone or any(other.is_alone for other in self.calls.values()):
@@ -341,7 +344,7 @@ class _Worker:
         return len(self.calls) < max_calls
 
     def begin(self, call: _Call) -> None:
-        """Add the call to the worker's calls."""
+        """Record a call that the pool has assigned to this worker; if the worker was idle, its monitoring resumes."""
         if not self.calls:
             self._heartbeat.beat()
             self._has_news.set()
@@ -416,13 +419,13 @@ class _Worker:
                 return
 
     async def finish(self, timeout: float) -> None:
-        """Let the process cancel its calls and clean up, before it is ended."""
+        """Have the process cancel its calls and clean up, and wait for that at most ``timeout`` seconds."""
         if self.peer is not None:
             with contextlib.suppress(RPCError):
                 await self.peer.call("finish", timeout=timeout)
 
     async def end(self) -> None:
-        """End the process, and determine which call was the cause."""
+        """End the process, and set the result of ``ended``: how it ended, and the call that was the cause, if known."""
         progress, how = self._progress.read(), ""
         if self._process is not None and self._connected is not None:
             how = await end_process(self._process, self._connected)

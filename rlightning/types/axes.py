@@ -35,7 +35,7 @@ KEY = "axis"
 
 
 class AxisOf(NamedTuple):
-    """The metadata of a batch's field: its axis and how to pad it.
+    """Metadata of a batch's field: what its first dimension counts (tokens, sequences, ...), and its padding value.
 
     Attributes:
         name: axis of the first dimension.
@@ -47,7 +47,7 @@ class AxisOf(NamedTuple):
 
 
 def axis(name: Axis, *, fill: float | bool = 0) -> dict[str, AxisOf]:
-    """Return the metadata of a field whose first dimension is this axis.
+    """Return the ``metadata`` argument for a dataclass field whose first dimension is the axis ``name``.
 
     Args:
         name: name of the axis.
@@ -68,11 +68,12 @@ def axis_values(batch: "DataclassInstance") -> list[tuple["Field[object]", AxisO
 
 
 def select(batch: Batch, entries: Mapping[Axis, Tensor | Runs]) -> Batch:
-    """Return a batch with the selected entries along each axis.
+    """Return a batch with only the selected tokens, sequences, trajectories or groups, in the given order.
 
     Args:
         batch: a dataclass with axes.
-        entries: for each axis the selected entries in their new order: indices, or runs.
+        entries: for each axis the selected entries in their new order: indices, or runs. Fields of other axes are not
+            changed.
     """
     taken: dict[str, object] = {}
     for f, own, value in axis_values(batch):
@@ -136,7 +137,7 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def pad(batch: Batch, one: Batch) -> Batch:
-    """Add the fields that a one-entry batch lacks and another batch has, filled with padding.
+    """Return a one-entry batch with the fields that it lacks and another batch has, filled with padding.
 
     Args:
         batch: a batch with the fields, which have the shapes and dtypes to use.
@@ -154,7 +155,7 @@ def _fill(fill: float | bool, values: Tensor) -> Tensor:
 
 
 def check(batch: "DataclassInstance", sizes: Mapping[Axis, int], unit: Mapping[Axis, str]) -> None:
-    """Convert newly set fields to tensors, and check their lengths.
+    """Convert a batch's fields to tensors, in place; raise a ConfigError for a field of a wrong length.
 
     Args:
         batch: the batch, which is changed in place.

@@ -347,7 +347,7 @@ class RolloutBatch:
         return one.to(self.token_ids.device)
 
     def check(self) -> None:
-        """Convert newly set fields to tensors, and check their lengths.
+        """Convert newly set fields to tensors, in place; raise a ConfigError for a field of a wrong length.
 
         Raises:
             ConfigError: names the field.

@@ -22,7 +22,7 @@ NO_TOKEN = -1
 
 
 class PackedTrajectories(Protocol):
-    """The fields of a :class:`~rlightning.types.RolloutBatch` by which the samples of its tokens are found."""
+    """The fields of a RolloutBatch that :func:`pack_supports` reads, to find the sample of each sampled token."""
 
     trajectories: list[Trajectory]
     trajectory_ids: Tensor
@@ -49,7 +49,7 @@ def pack_supports(batch: PackedTrajectories) -> Tensor | None:
 
 
 def check_supports(batch: PackedTrajectories) -> None:
-    """Raise an error if a support does not contain the sampled token."""
+    """Raise a RunError if a support does not contain its sampled token exactly once, or sizes do not match."""
     for sample in _drawn_samples(batch)[1] if _has_supports(batch) else ():
         if sample.supports is not None:
             _check_sample(sample, sample.supports)

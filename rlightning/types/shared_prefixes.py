@@ -88,7 +88,7 @@ class SharedPrefixes:
 
 
 def find_prefixes(token_ids: Tensor, cu_seqlens: Tensor) -> Prefixes:
-    """Find the prefixes that sequences share.
+    """Return the sorted order of sequences, and the length of the prefix that each shares with the previous one.
 
     Args:
         token_ids: [T] on the CPU.

@@ -67,7 +67,7 @@ class Prompt(NamedTuple):
 
 
 class Buffers:
-    """Base of records with arrays, which Lightning does not traverse as it traverses tuples, lists and dataclasses."""
+    """Base class of records with arrays; no tuple, list or dataclass, so that Lightning does not traverse them."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -377,7 +377,7 @@ def from_plain(plain: Plain, prompt: Prompt) -> Trajectory:
 
 
 def read_traces(plain: Iterable[Iterable[object]] | None) -> list[AgentTrace] | None:
-    """Return agent traces from their saved lists or tuples."""
+    """Return agent traces from their saved form, a list or tuple of values each; None for None."""
     return None if plain is None else [AgentTrace._make(trace) for trace in plain]
 
 

@@ -33,7 +33,7 @@ def sent_bytes(adapter: AdapterSettings, itemsize: int) -> int:
 
 
 def place_bytes(adapter: AdapterSettings, itemsize: int) -> int:
-    """Return the bytes that vLLM allocates in its layers for an adapter, according to the maximum rank."""
+    """Return the bytes of vLLM's buffers for an adapter, whose rank is rounded up as in :func:`room_for`."""
     return itemsize * room_for(adapter.rank) * sum(outputs + inputs for outputs, inputs in adapter.modules.values())
 
 

@@ -19,14 +19,14 @@ distinguishes versions by the salt of requests (:class:`~rlightning.rollout.vllm
 
 
 def adapter_request() -> LoRARequest:
-    """Return the request field that names the adapter; its path is never read."""
+    """Return the LoRARequest with which requests use the actor's adapter; its path is a placeholder."""
     return LoRARequest(lora_name="actor", lora_int_id=ADAPTER_ID, lora_path="/sent/by/the/trainer")
 
 
 def install_adapter(
     manager: Any, settings: Mapping[str, object], weights: Mapping[str, Tensor], device: torch.device
 ) -> list[str]:
-    """Replace the worker's adapter.
+    """Replace the adapter of a vLLM worker by one whose weights are in memory.
 
     Args:
         manager: the worker's LRUCacheWorkerLoRAManager.
@@ -63,7 +63,7 @@ def install_adapter(
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the model's own layers, under their own names, replace those wrapped for adapters."""
+    """Context manager in which vLLM's LoRA layers are replaced, in the model, by the base layers that they wrap."""
     wrapped = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)

@@ -47,7 +47,7 @@ LAUNCHER_VARIABLES = re.compile(
 
 
 class EngineProcess(EngineConnection):
-    """Runs ``rlightning.rollout.vllm.process``, and calls its methods. The constructor returns before the engine is up.
+    """Starts an engine in a new process, and calls its methods. The constructor returns before the engine is up.
 
     Raises:
         EngineStartError: the host lacks resources for any engine.

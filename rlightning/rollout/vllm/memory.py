@@ -33,7 +33,7 @@ On an H200 it is within 0.5 GiB of what vLLM 0.24 measures for 0.6B and 4B shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """The memory that all engines on one device use together.
+    """An estimate of the device memory that all engines on one device use together.
 
     Attributes:
         num_engines: number of engines on the device.
@@ -80,7 +80,7 @@ class EngineMemory:
         return int(self.utilization * device_memory) - self.weights - self.activations
 
     def certain(self, device_memory: int) -> int:
-        """Return the bytes that remain for the KV caches even if the estimate is off by ``MISSED_BYTES``."""
+        """Return the bytes that remain for the KV caches after a margin of ``MISSED_BYTES``, at most a tenth."""
         available = self.available(device_memory)
         return available - min(MISSED_BYTES, max(available, 0) // 10)
 
@@ -105,7 +105,7 @@ def read_engine(
     num_engines: int = 1,
     can_sleep: bool = True,
 ) -> EngineMemory:
-    """Return the memory of engines with the same arguments on the same device.
+    """Return an estimate of the memory of ``num_engines`` engines on one device, all with the same arguments.
 
     Args:
         config: configuration of the model.
@@ -143,7 +143,7 @@ def read_engine(
 def kv_cache_setting(
     arguments: EngineArguments, config: PreTrainedConfig, device: torch.device, *, is_alone: bool = True
 ) -> dict[str, int]:
-    """Return vLLM's argument for the size of the KV cache; empty if vLLM's own measurement is as good.
+    """Return the argument ``kv_cache_memory_bytes`` for vLLM; an empty dict if vLLM can measure the free memory itself.
 
     vLLM measures the free memory of the device, not its own use, and so counts what an actor or another engine
     allocates while it starts. A size is returned unless the engine is alone on the device; also if all sequences
@@ -183,7 +183,9 @@ def kv_cache_setting(
 
 
 def check_kv_cache(arguments: EngineArguments, config: PreTrainedConfig | None, *, is_cuda: bool) -> None:
-    """Check that a KV cache of the user's size can hold one sequence of maximum length and vLLM's reserved block.
+    """Raise a ConfigError if the user's size of the KV cache is too small for one sequence of maximum length.
+
+    One more block is needed, which vLLM reserves.
 
     Raises:
         ConfigError: names the given and the required size.

@@ -21,12 +21,12 @@ _unpacked: WeakKeyDictionary[nn.Module, dict[str, tuple[nn.Parameter, Tensor]]] 
 
 
 class LatentAttention(Protocol):
-    """A layer of latent attention, which stores the two halves of ``kv_b_proj``."""
+    """A vLLM layer of latent attention, with tensors derived from ``kv_b_proj`` that each sync has to recompute."""
 
     kv_b_proj: nn.Module
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Compute the halves of ``kv_b_proj``."""
+        """Compute the two halves of ``kv_b_proj``, and store them in the layer."""
 
 
 def keep_experts_unpacked() -> None:
@@ -47,7 +47,7 @@ def keep_experts_unpacked() -> None:
 
 
 def unpack_weights(model: nn.Module) -> None:
-    """Restore the unpacked parameters, into which weights can be loaded. Called before the first weight of a sync."""
+    """Restore a model's unpacked expert weights, into which new ones can be loaded. Called at the start of a sync."""
     for layer in model.modules():
         for name, (weight, data) in _unpacked.get(layer, {}).items():
             weight.data = data
@@ -55,7 +55,7 @@ def unpack_weights(model: nn.Module) -> None:
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Compute the derived tensors from the parameters. Called after the last weight of a sync."""
+    """Recompute the tensors that a model derives from its weights. Called after the last weight of a sync."""
     for layer in model.modules():
         if layer in _pack_again:
             _pack_again[layer]()

@@ -31,7 +31,7 @@ from rlightning.rpc.peer import Method
 
 
 class EngineHost:
-    """The methods of this process that the trainer may call.
+    """The methods of an engine process that the trainer may call by RPC.
 
     Attributes:
         methods: methods by name; once the engine is up, also the engine's.
@@ -45,7 +45,7 @@ class EngineHost:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, engine_args: EngineArguments) -> EngineFacts:
-        """Start the engine, and return its facts."""
+        """Start the engine, and return its device, dtype, sequence limit and further facts once it is up."""
         try:
             return self._start(engine_args)
         except ArgumentsRefusedError:
@@ -56,7 +56,7 @@ class EngineHost:
             raise
 
     async def check_alive(self) -> None:
-        """Return once every worker has answered."""
+        """Wait until the engine is up and every worker has answered."""
         await self._is_up.wait()
         await self.methods["ping"]()
 

@@ -71,7 +71,7 @@ class Tokens:
 
 
 class DeferredSequences:
-    """Deferred sequences, as rows of arrays: each step samples one token of each, and changes nothing else of them.
+    """Running sequences that vLLM's scheduler skips, since a step only adds a token to each; stored as rows of arrays.
 
     Attributes:
         rows: row of each request, by its id.
@@ -113,7 +113,10 @@ class DeferredSequences:
         return [name for name in names if name in self.rows and self._end[self.rows[name]] == self.step]
 
     def schedule(self, output: SchedulerOutput) -> None:
-        """Add one token of each deferred sequence to a step that vLLM has scheduled."""
+        """Add these sequences, which vLLM's scheduler has skipped, to its schedule of a step, with one token for each.
+
+        ``output``, the schedule, is changed in place. The sequences need no new KV cache blocks.
+        """
         names, rows = list(self.rows), np.fromiter(self.rows.values(), np.int64, len(self.rows))
         computed = self._computed[rows] + self.step - self._first[rows]
         cached = output.scheduled_cached_reqs
@@ -169,7 +172,10 @@ def is_tested(version: str) -> bool:
 
 
 def is_read_at_end(request: Request) -> bool:
-    """Return whether a request's output is read only at its end, has no stop strings, and only the sampled tokens."""
+    """Return whether a request's output is read only at its end, and has only sampled tokens with log-probabilities.
+
+    False also for structured output, stop strings, adapters, and log-probabilities of other tokens.
+    """
     params = request.sampling_params
     if params is None or params.logprobs != 0 or params.prompt_logprobs is not None or params.detokenize:
         return False
@@ -179,7 +185,7 @@ def is_read_at_end(request: Request) -> bool:
 
 
 class RolloutScheduler(Scheduler):
-    """A scheduler that defers sequences, as the module's docstring describes.
+    """A vLLM scheduler that spends less time in Python: it skips sequences while each step only adds a token to them.
 
     Attributes:
         deferred: sequences that vLLM's code skips.
@@ -212,7 +218,7 @@ class RolloutScheduler(Scheduler):
         return is_tested(vllm.__version__)
 
     def add_request(self, request: Request) -> None:
-        """Add a request; one for the canary goes to the front of the queue, because the trainer waits for it."""
+        """Add a request; one for prompt log-probabilities goes to the front of the queue: the trainer waits for it."""
         super().add_request(request)
         params = request.sampling_params
         if params is not None and params.prompt_logprobs is not None and request in self.waiting:

@@ -73,7 +73,7 @@ def describe_refusal(error: Exception) -> str:
 
 
 class TokenStream:
-    """The samples of a running request, for one reader of their tokens."""
+    """Collects the tokens of a running request's samples, for one reader that gets them while they are sampled."""
 
     def __init__(self) -> None:
         self._outputs: dict[int, CompletionOutput] = {}
@@ -91,7 +91,7 @@ class TokenStream:
         self._changed.set()
 
     async def read(self) -> list[tuple[int, list[int]]]:
-        """Return each sample's index and its tokens since the last call, as :meth:`VLLMServer.read_tokens` does."""
+        """Wait for new tokens, and return pairs of a sample's index and its tokens since the last call."""
         read: list[tuple[int, list[int]]] = []
         while not read:
             await self._changed.wait()
@@ -132,7 +132,7 @@ class VLLMServer:
     async def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any], stream: str | None = None
     ) -> list[EngineOutput]:
-        """Sample completions of one prompt.
+        """Sample completions of one prompt, and return them when all have ended.
 
         Args:
             token_ids: [P], tokens of the prompt.
@@ -203,7 +203,10 @@ class VLLMServer:
         await self.engine.collective_rpc("rl_open_receiver", args=(receivers,))
 
     async def receive_weights(self, chunk: int) -> list[str]:
-        """Load a chunk of weights, the first of which begins an update; return the model's faults after the last."""
+        """Have all workers load a chunk of weights; return messages about faults (:func:`describe_faults`), if any.
+
+        Chunk 0 begins an update. Faults are found after an adapter's last chunk, and after the last of all chunks.
+        """
         if chunk == 0:
             await self.begin_weight_update()
         return describe_faults(await self.engine.collective_rpc("rl_receive_weights", args=(chunk,)))
@@ -341,7 +344,7 @@ def _read_logprobs(
 
 
 def describe_faults(reports: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:
-    """Describe each fault of a model after all weights were sent; empty without faults.
+    """Return messages about parameters that no weight has set, and weights that no worker has read; empty if none.
 
     Args:
         reports: for each worker its parameters that no weight has set, and the weights that it has not read. Workers

@@ -32,7 +32,7 @@ GRAPH_ARGUMENTS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "com
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutWork:
-    """The work of one engine in a rollout.
+    """The size of one engine's part of a rollout: its prompts, their samples, and the longest prompt.
 
     Attributes:
         num_prompts: number of concurrent prompts.
@@ -46,10 +46,10 @@ class RolloutWork:
 
 
 def derive_settings(work: RolloutWork, given: EngineArguments, *, is_cuda: bool) -> EngineArguments:
-    """Return arguments of vLLM's EngineArgs: the user's, and those derived from them and from the work of a step.
+    """Return arguments for vLLM's EngineArgs: the user's, and batch limits and CUDA graph sizes that suit a rollout.
 
     Args:
-        work: the engine's work in a step.
+        work: the size of the engine's part of a rollout.
         given: the user's arguments, which are not changed.
         is_cuda: whether the engine runs on a GPU.
     """

@@ -30,7 +30,7 @@ class TruncatedLogprobs(NamedTuple):
 
 
 def drop_cut_tokens(logprobs: LogprobsLists) -> LogprobsLists:
-    """Drop the last columns of log-probabilities from vLLM's core if they contain only excluded tokens.
+    """Return log-probabilities from vLLM's core without the last columns, if these contain only excluded tokens.
 
     Args:
         logprobs: [C, 1 + K], of the sampled token and the most likely ones.

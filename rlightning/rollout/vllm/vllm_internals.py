@@ -21,10 +21,13 @@ def keep_linears_unpacked() -> None:
 
 
 def adapters_of(manager: "WorkerLoRAManager") -> "LoRAModelManager":
-    """Return the adapters of a worker's model."""
+    """Return the object that stores, adds and activates the adapters of a worker's model."""
     return manager._adapter_manager
 
 
 def forget_last_mapping(adapters: "LoRAModelManager") -> None:
-    """Have the next batch's adapters set up again, which ``remove_all_adapters()`` does not do before vLLM 0.28."""
+    """Have vLLM set up adapters again for the next batch, even if the last one used the same.
+
+    Before vLLM 0.28 ``remove_all_adapters()`` does not clear the record of the last batch's adapters.
+    """
     adapters._last_mapping = None

@@ -51,7 +51,7 @@ class WorkerExtension:
     _rl_is_checked = False
 
     def rl_open_receiver(self, receivers: list[bytes]) -> None:
-        """Open this worker's receiver, and close the previous one."""
+        """Unpickle and open this worker's receiver, ``receivers[rank]``, and close the previous one."""
         if self._rl_receiver is not None:
             self._rl_receiver.close()
             self._rl_receiver = None
@@ -63,11 +63,12 @@ class WorkerExtension:
                 self._rl_stored_form = StoredForm(self.vllm_config.model_config)
 
     def rl_receive_weights(self, chunk: int) -> tuple[list[str], list[str]]:
-        """Wait for a chunk, and load it.
+        """Wait for a chunk of weights, and load it into the model; return names of unset parameters and unread weights.
 
         Returns:
             After a sync's last chunk, the model's parameters that no chunk has set; in the first sync also the weights
-            that the model has not read. Empty lists before.
+            that the model has not read. After an adapter's last chunk, its modules that the model does not have, as
+            such weights. Else empty lists.
         """
         stored_form = self._rl_stored_form
         assert self._rl_receiver is not None and stored_form is not None, "rl_open_receiver comes first"
@@ -118,7 +119,7 @@ class WorkerExtension:
         return sorted(unread)
 
     def rl_install_adapter(self, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> list[str]:
-        """Replace the worker's adapter; return the modules that the model does not have."""
+        """Replace the worker's adapter; return the names of its modules that the engine's model does not have."""
         from rlightning.rollout.vllm.adapters import install_adapter
 
         return install_adapter(self.model_runner.lora_manager, settings, weights, torch.device(self.device))
@@ -157,7 +158,7 @@ class StoredForm:
 
 
 class ReadWeights(TorchFunctionMode):
-    """Context manager that records which tensors of :meth:`watch` torch's operations read.
+    """Context manager that records which weights torch's operations read, to find those that a model's loader skips.
 
     A model's loader silently skips a weight of an unknown name, without reading its tensor.
     """
@@ -211,7 +212,7 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def unset_parameters(model: nn.Module, loaded: set[str]) -> set[str]:
-    """Return the parameters that loading has not set.
+    """Return the names of a model's parameters that loading has not set.
 
     Args:
         model: vLLM's model.

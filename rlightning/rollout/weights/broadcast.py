@@ -14,7 +14,7 @@ from rlightning.rollout.weights.transfer_group import TransferGroup
 
 
 class BroadcastSender(WeightSender):
-    """Broadcasts its bucket to all workers at the same time, but in turn to workers that share a device.
+    """Broadcasts weights to the engines' workers: to all at the same time, but in turn to workers that share a device.
 
     Args:
         plan: plan of the weights. Each worker has a bucket of the same size.

@@ -133,7 +133,9 @@ class WeightSender:
         return
 
     def fill(self, source: WeightSource) -> Iterator[int]:
-        """Write a source's weights into the bucket, chunk by chunk.
+        """Write a source's weights into the bucket, chunk by chunk, and yield each chunk's index.
+
+        Every rank must iterate over all chunks if weights are sharded.
 
         Yields:
             The index of the chunk in the bucket, where it stays until the next one is requested.
@@ -168,7 +170,7 @@ class WeightUpdater:
         keeps_cache: whether running requests keep the keys and values of the old weights.
 
     Attributes:
-        deaths: number of engines that died in the last update.
+        deaths: errors of the engines that died in the last update.
         seconds: duration of the last update, from the first chunk on.
     """
 

@@ -24,7 +24,9 @@ class WeightFingerprint:
         self._known: list[int] | None = None
 
     def has_changed(self, weights: Iterable[tuple[str, Tensor]]) -> bool:
-        """Return whether this rank's shards differ from those of the last call; False for the first call.
+        """Return whether this rank's shards differ from those of the last call.
+
+        False for the first call, and while the weights are offloaded to host memory.
 
         Args:
             weights: names, which are ignored, and tensors on any device.

@@ -26,7 +26,7 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The data with which one member joins a process group.
+    """The address, rank and key with which one member joins a process group.
 
     Attributes:
         host, port: address of the rendezvous.

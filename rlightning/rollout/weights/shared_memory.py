@@ -19,7 +19,7 @@ from rlightning.rollout.weights.source import ChunkPlan, WeightSource
 
 
 class SharedMemorySender(WeightSender):
-    """Fills a bucket that engines on this host read.
+    """Writes weights into a bucket in memory, which the workers of engines on this host open and read.
 
     Args:
         plan: plan of the weights.
@@ -57,7 +57,10 @@ class SharedMemorySender(WeightSender):
         return [self._receivers[worker % len(self._receivers)] for worker in range(len(devices))]
 
     def fill(self, source: WeightSource) -> Iterator[int]:
-        """Fill the bucket with each chunk, and yield the chunk's index when the workers may read it."""
+        """Fill the bucket with each chunk, and yield the chunk's index when the workers may read it.
+
+        With several ranks, every rank must iterate over all chunks.
+        """
         for chunk in super().fill(source):
             self._meet("weights in the bucket")
             yield chunk

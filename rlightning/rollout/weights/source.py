@@ -116,7 +116,7 @@ def weight_shapes(source: WeightSource) -> list[WeightShape]:
 def plan_chunks(
     shapes: Iterable[WeightShape | tuple[str, tuple[int, ...]]], dtype: torch.dtype, bucket_bytes: int
 ) -> ChunkPlan:
-    """Divide tensors, in their order, into chunks that fit into the bucket.
+    """Return the plan that divides tensors, in their order, into chunks that fit into a bucket.
 
     Args:
         shapes: the shape of every tensor, in the order in which they are sent.
@@ -159,7 +159,9 @@ def plan_source(source: WeightSource, dtype: torch.dtype, bucket_bytes: int) -> 
 def fill_bucket(
     plan: ChunkPlan, bucket: Tensor, source: WeightSource, *, destination: int | None = None
 ) -> Iterator[int]:
-    """Copy or gather a source's weights into the bucket, chunk by chunk.
+    """Copy or gather a source's weights into the bucket, chunk by chunk, and yield each chunk's index.
+
+    Every rank must iterate over all chunks if weights are sharded.
 
     Args:
         plan: plan of the source's weights.

@@ -62,7 +62,7 @@ class TransferGroup:
         self._is_over = False
 
     def connect(self) -> None:
-        """Wait until all members are connected.
+        """Wait until all members are connected; every member must call it.
 
         Raises:
             OSError, RuntimeError: connecting failed or took too long; afterwards only :meth:`leave` may be called.
