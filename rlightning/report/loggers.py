@@ -28,7 +28,10 @@ ROOM_BYTES = 1 << 18
 
 
 def adapt_loggers(loggers: Iterable[Logger]) -> None:
-    """Replace each logger's class by a subclass that logs disk errors instead of raising them; overrides stay."""
+    """Make each logger, in place, an object of a subclass that logs disk errors instead of raising them.
+
+    Methods that the logger's own class overrides still run.
+    """
     for logger in loggers:
         if isinstance(logger, _Tolerant):
             continue
@@ -47,7 +50,7 @@ class _Tolerant(Logger):
 
     @property
     def effort(self) -> BestEffort:
-        """Tracks whether writing fails, and logs that once."""
+        """The :class:`~rlightning.disk.BestEffort` that catches this logger's disk errors and logs the first."""
         if self._effort is None:
             self._effort = BestEffort(f"Metrics of {type(self).__name__}")
         return self._effort
@@ -74,7 +77,7 @@ class _Tolerant(Logger):
         self.effort.settle()
 
     def finalize(self, status: str) -> None:
-        """Close the logger at the end of the run."""
+        """Close the logger at the end of the run; a disk error is logged instead of raised."""
         self._attempt(super().finalize, status)
 
     def _attempt(self, write: Callable[..., object], *args: object, **kwargs: object) -> None:

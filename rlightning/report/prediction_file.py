@@ -31,7 +31,7 @@ _UNSAFE = re.compile("[\ud800-\udfff\x85\u2028\u2029]")
 
 
 class PredictionFile:
-    """The file with the predictions of one rank.
+    """The file to which a rank appends prompts with their completions; an interrupted run can be continued.
 
     Args:
         path: the final name.

@@ -20,12 +20,12 @@ PROMPTS_PER_ROW_GROUP = 64
 
 
 def encode_trajectories(trajectories: list[Trajectory]) -> str:
-    """Return the table of a prompt's trajectories as text. Their rollout step is 0."""
+    """Return the table of one prompt's trajectories as base64 text, for :func:`write_predictions`. Their step is 0."""
     return _encode(trajectory_table(RolloutBatch.pack([trajectories]), step=0))
 
 
 def write_predictions(path: Path, texts: Iterable[str]) -> None:
-    """Write a Parquet file.
+    """Write the trajectories of all prompts to a Parquet file, which :func:`read_predictions` can read.
 
     Args:
         path: the file.

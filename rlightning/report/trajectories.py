@@ -210,14 +210,17 @@ def read_trajectories(path: Path) -> list[Record]:
 
 
 def read_completions(path: Path) -> list[Completion]:
-    """Return the :func:`completions` of a file; other columns are not read."""
+    """Return a Completion for each trajectory of a file that has a reward; other columns are not read."""
     import pyarrow.parquet
 
     return completions(pyarrow.parquet.read_table(path, columns=list(Completion._fields)))
 
 
 def completions(table: "pyarrow.Table") -> list[Completion]:
-    """Return the main columns of the trajectories with a reward, which are those that count as sampled."""
+    """Return a Completion for each row of a trajectory table that has a reward.
+
+    Rows without a reward count as not sampled, and are left out.
+    """
     rows = table.select(list(Completion._fields)).to_pylist()
     return [Completion(**row) for row in rows if row["reward"] is not None]
 

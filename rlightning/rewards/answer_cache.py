@@ -13,7 +13,7 @@ LOCK_TIMEOUT = 5.0
 
 
 class AnswerCache:
-    """Texts by key, in an SQLite file. If the file fails, answers are requested again, which is logged once.
+    """A judge's answers by a key of their request, in an SQLite file. A failure of the file is logged once, not raised.
 
     Args:
         path: the file, which is created if it does not exist.

@@ -98,7 +98,9 @@ class BoundReward:
                 )
 
     def select(self, given: Mapping[str, object], row: Mapping[str, object]) -> dict[str, object]:
-        """Return the keyword arguments of a call for one sample.
+        """Return the keyword arguments with which to call the function for one sample.
+
+        They are prompt columns, values from the runner such as the completion, and the user's ``arguments``.
 
         Args:
             given: values by the names in ``GIVEN``.
@@ -110,7 +112,11 @@ class BoundReward:
 
 
 def bind_rewards(rewards: Sequence[Reward] | Reward) -> list[BoundReward]:
-    """Import and check reward functions; a single one may be given without a list."""
+    """Import and check reward functions, and return a BoundReward for each; one may be given without a list.
+
+    Raises:
+        ConfigError: a function is invalid, or its name is not unique or is reserved.
+    """
     listed = [rewards] if isinstance(rewards, str | RewardFunction) or callable(rewards) else rewards
     bound = [_bind(r if isinstance(r, RewardFunction) else RewardFunction(r)) for r in listed]
     names = [reward.name for reward in bound]

@@ -23,7 +23,7 @@ def regex_format(completion: str, *, pattern: str) -> float:
 
 
 def length_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
-    """Return DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13).
+    """Return DAPO's soft overlong punishment, a reward from -1 to 0 for a length (arXiv:2503.14476, eq. 13).
 
     It is 0 up to ``max_tokens - buffer_tokens`` tokens, then falls linearly to -1 at ``max_tokens``, and is -1 beyond.
 

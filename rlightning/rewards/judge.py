@@ -48,7 +48,7 @@ class _Connection(NamedTuple):
 
 
 class Judge(CheckedArguments):
-    """Has a language model score each sample by a rubric; the reward is its score as a share of the scale.
+    """A reward function: a language model scores each sample by a rubric; the score is scaled to a reward from 0 to 1.
 
     A sample that could not be judged, because the API failed or its answer contains no score, has no reward: it is left
     out of its group and counts in ``reward/failed``.
@@ -100,7 +100,7 @@ class Judge(CheckedArguments):
         self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection] = WeakKeyDictionary()
 
     def check_arguments(self) -> None:
-        """Check the arguments before a run starts, and declare the columns that the rubric needs.
+        """Check the arguments before a run starts, and set ``__signature__`` to the fields that the rubric names.
 
         Raises:
             ConfigError: names the invalid argument.
@@ -151,7 +151,7 @@ class Judge(CheckedArguments):
         return self.read(await (self._ask(body) if answers is None else self._ask_once(body, answers)))
 
     def read(self, answer: str) -> float:
-        """Return the reward from the judge's answer.
+        """Return the reward, from 0 to 1, for the text of the judge's answer.
 
         Raises:
             JudgeError: the answer has no score.
@@ -178,7 +178,7 @@ class Judge(CheckedArguments):
         return score if self.lowest <= score <= self.highest else math.nan
 
     def write(self, given: Mapping[str, object]) -> list[dict[str, str]]:
-        """Return the messages that ask the judge for a score."""
+        """Return the chat messages of a request: the system message, if any, and the rubric filled with ``given``."""
         values = dict(given)
         if isinstance(turns := given.get("turns"), list):
             values["turns"] = "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in turns)

@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=RewardCallable)
 
 
 class AnswerCheck(NamedTuple):
-    """How a reward function is called to score a reference answer as a completion.
+    """Settings of an :func:`answer_checker`: how it is called to score a reference answer as if it were a completion.
 
     Attributes:
         parameter: the function's parameter for the reference.

@@ -15,7 +15,7 @@ SAME = 1e-9
 
 
 class Repeat(NamedTuple):
-    """The results of a function for completions that it scored twice.
+    """The two results of a reward function for each of some completions, which it scored twice.
 
     Attributes:
         first: results in the step; NaN for a failure or None.

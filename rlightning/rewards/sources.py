@@ -37,7 +37,7 @@ class ModuleSource(NamedTuple):
 
 
 class KeptSources:
-    """The source of the reward functions' modules, and of all the user's modules that these import.
+    """The source, read at the run's start, of the reward functions' modules and the user's modules that they import.
 
     Args:
         names: names of the functions' modules, which this process has imported; ``__main__`` is left out, since it is
@@ -120,7 +120,7 @@ class _KeptLoader(SourceFileLoader):
         return self.module.source if path == self.module.path else super().get_data(path)
 
     def path_stats(self, path: str) -> Mapping[str, float]:
-        """Return nothing, so that no bytecode is read or written."""
+        """Raise an OSError, so that importlib reads and writes no bytecode."""
         raise OSError(f"{path} may have changed")
 
 

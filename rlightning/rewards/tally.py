@@ -104,7 +104,13 @@ class Tally:
             self._fail(sample, self.functions[function].name, outcome.error)
 
     def total(self) -> RewardScores:
-        """Return the scores; called after every result has been added."""
+        """Return the rewards and scores of all samples; called after every result has been added.
+
+        A sample counts as failed if no function applies to it, or its weighted sum is too large.
+
+        Raises:
+            RewardError: too many samples have failed.
+        """
         import torch
 
         for sample in range(self.num_samples):
@@ -138,7 +144,7 @@ class Tally:
 
 
 def fail_too_large(rewards: "Tensor") -> "Tensor":
-    """Replace rewards [N] beyond :data:`MAX_REWARD` by NaN, which counts as a failure.
+    """Return rewards [N] with NaN, which counts as a failure, for each that is beyond :data:`MAX_REWARD`; log how many.
 
     Used for the rewards of an overridden ``compute_rewards``; :class:`Tally` checks those of reward functions.
     """

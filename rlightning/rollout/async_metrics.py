@@ -16,7 +16,7 @@ STOPPED = "rollout/stopped"
 
 @dataclass
 class StepTotals:
-    """Totals of one step over its calls of ``collect_trajectories``: one call, or several with refills.
+    """Staleness, prompt counts and waiting times of one step, over all its calls of ``collect_trajectories``.
 
     Attributes:
         staleness: for each call an array [T], the staleness of its tokens in updates.

@@ -57,14 +57,14 @@ TF32_ROUNDING = 2.0**-6
 
 
 class Evaluation(NamedTuple):
-    """The actor's log-probabilities [K, S] of the canary under the weights of one version."""
+    """The actor's log-probabilities of the canary under one weight version: [K, S], K evaluations of S tokens."""
 
     version: int
     logprobs: Floats
 
 
 class Canary:
-    """Token sequences that actors and engines score after a sync.
+    """Fixed token sequences that actor and engine both score after a sync, to detect wrong weights in the engine.
 
     An engine with former weights is assumed to have those of the last sync, or the last verified ones.
 
@@ -105,7 +105,9 @@ class Canary:
     def evaluate(
         self, score: Score, weight_version: int, adapter_off: Callable[[], AbstractContextManager[None]] | None = None
     ) -> None:
-        """Have the actor score the canary. The last result for another version is kept, as that of the former weights.
+        """Compute and store the actor's log-probabilities of the canary, with which :meth:`check` compares an engine's.
+
+        The last result for another weight version is kept, as that of the former weights.
 
         Args:
             score: returns the actor's log-probabilities.
@@ -199,7 +201,7 @@ class Canary:
 
 
 class VerifiedSampler(Protocol):
-    """A sampler whose weights can be verified.
+    """A sampler that :class:`Verification` can verify: it scores token sequences, and records which checks it passed.
 
     Attributes:
         weight_version: version of the sampler's weights; None if it has none.
@@ -248,7 +250,10 @@ class Verification:
         self.canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
     def needs_proof(self, module: SampledPolicy, engines: Sequence[VerifiedSampler]) -> bool:
-        """Whether an engine on any rank has not yet been shown to apply the adapter; a collective."""
+        """Return whether a living engine on any rank has not yet been shown to apply the adapter.
+
+        False without verification or adapter. Every rank must call it.
+        """
         if self.canary is None or adapter_of(module) is None:
             return False
         return any_rank(any(one.is_alive and not one.is_proven for one in engines), name="adapter is proven")
@@ -279,10 +284,10 @@ class Verification:
         return is_due
 
     def verify(self, module: SampledPolicy, engine: VerifiedSampler) -> None:
-        """Compare an engine's weights with those that the actor had at :meth:`evaluate`.
+        """Mark an engine as verified if it scores the canary like the actor at :meth:`evaluate`; else raise an error.
 
         Raises:
-            EngineError: the weights differ.
+            EngineError: the weights differ; the engine then counts as having none.
         """
         assert self.canary is not None, "begin_run and evaluate come first"
         try:
@@ -353,7 +358,7 @@ def perturbed_embeddings(rounding: float, seed: int) -> Iterator[None]:
 
 @torch.no_grad()
 def evaluate(score: Score, batch: RolloutBatch, dtype: torch.dtype, rounding: float) -> Floats:
-    """Return the actor's log-probabilities [K, S], each time with other rounding errors.
+    """Return K evaluations of the actor's log-probabilities of S tokens, [K, S], each with other rounding errors.
 
     Args:
         score: returns the actor's log-probabilities.

@@ -36,7 +36,7 @@ class Comparison(NamedTuple):
 
 
 class WayBack(NamedTuple):
-    """An estimate of the share of an update that an engine's weights lack.
+    """An estimate of how far an engine's weights are on the way from the current weights back to the former ones.
 
     Attributes:
         length: distance between the actor's log-probabilities under both weights, root mean square in nats.
@@ -51,7 +51,7 @@ class WayBack(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """The result of a check, passed or failed.
+    """What a check of an engine measured, whether or not it passed: distance from the actor, and missing updates.
 
     Attributes:
         comparison: comparison of the engine with the actor.
@@ -63,7 +63,15 @@ class Findings(NamedTuple):
 
 
 def compare(actor: Floats, engine: Floats) -> Comparison:
-    """Compare an engine's log-probabilities [S] with the actor's [K, S]."""
+    """Return two root mean square differences in nats, to tell an engine's error from the actor's own noise.
+
+    One is between the engine's log-probabilities and the actor's K evaluations, the other, plus ``LEAST_NOISE``,
+    between pairs of the actor's evaluations. Both leave out the tokens that differ most.
+
+    Args:
+        actor: [K, S], the actor's log-probabilities of S tokens in K evaluations, at least 2.
+        engine: [S], the engine's log-probabilities.
+    """
     pairs = np.stack([actor[i] - actor[j] for i in range(len(actor)) for j in range(i)])
     return Comparison(root_mean_square(actor - engine), root_mean_square(pairs) + LEAST_NOISE)
 
@@ -77,7 +85,7 @@ def root_mean_square(differences: Floats) -> float:
 
 
 def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
-    """Estimate from an engine's log-probabilities which share of the last update its weights lack.
+    """Return an estimate, from log-probabilities, of which share of an update from former weights an engine lacks.
 
     A token's score is the product of two numbers: the step from its current to its former log-probability, and the
     engine's distance from the midpoint of both. Both are divided by the root of the sum of squares of noise and half

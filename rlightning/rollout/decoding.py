@@ -85,7 +85,9 @@ class KeyValueCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """Where a forward pass writes its tokens in the cache. ``C`` is the number of writes: one a sample for a prompt.
+    """Where a forward pass writes keys and values in the cache, and which cached tokens it attends to.
+
+    ``C`` is the number of writes. A prompt's token is written once for each of the prompt's samples.
 
     Attributes:
         cache: the cache that is written and read.
@@ -112,7 +114,9 @@ def cached_attention(
     use: CacheUse | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute packed attention, with a key/value cache if ``use`` is given.
+    """Return the output of an attention layer for packed sequences; with ``use``, write keys and values to its cache.
+
+    With ``use.mask``, each token attends to the cached tokens of its row instead.
 
     Args:
         module: the attention layer.

@@ -32,7 +32,7 @@ Choice = Mapping[str, Any]
 
 
 class EndpointSampler(TokenSampler):
-    """Samples from a server by token ids. The server's weights count as version 0.
+    """A sampler that sends prompts as token ids to an OpenAI-compatible server. Its weights count as version 0.
 
     Samples are exact if the server returns token ids, as vLLM's does. Otherwise their text is tokenized again, which is
     logged once; such samples must not be trained on.
@@ -59,7 +59,7 @@ class EndpointSampler(TokenSampler):
         self.max_length: int | None = None
 
     def connect(self) -> None:
-        """Request the server's list of models.
+        """Request the server's list of models; set :attr:`max_length`, and ``model`` if the server has only one.
 
         Raises:
             ConfigError: the server cannot be reached, or does not have the model.

@@ -37,7 +37,7 @@ def make_facts(**facts: Unpack[EngineFacts]) -> EngineFacts:
 
 
 def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
-    """Check that an engine has the settings and the model's files that the run needs.
+    """Raise an EngineStartError if an engine's settings or model files differ from those that the run needs.
 
     Raises:
         EngineStartError: names each difference, with the engine's value and the required one.

@@ -145,7 +145,7 @@ class EngineOptions:
         max_prompt_tokens: int | None,
         folder: Path,
     ) -> list[EngineConfig]:
-        """Return the configurations of this rank's colocated engines, or of all standalone ones.
+        """Return the configurations of this rank's colocated engines, or of all standalone ones; a collective.
 
         Args:
             module: the policy; see :class:`~rlightning.callbacks.VLLMRollout`.
@@ -260,7 +260,7 @@ class EngineOptions:
         return obstacle
 
     def choose_adapter(self, module: object) -> None:
-        """Set whether a module sends its adapter separately to the engines; log the reason if not."""
+        """Set ``module.sends_adapter``, whether its adapter is sent to engines separately; log the reason if not."""
         if not has(module, HasAdapter) or module.adapter is None:
             return
         obstacle = self.adapter_obstacle(module)
@@ -341,7 +341,7 @@ def find_version() -> str:
 
 
 def usual_arguments(module: SampledPolicy, sampling: Sampling, number: int) -> EngineArguments:
-    """Return the arguments of engine ``number`` that do not depend on its device and the user's options."""
+    """Return the vLLM arguments of engine ``number``, such as model and seed, that are the same on any device."""
     return {
         "model": module.model_path,
         "load_format": "dummy",  # the first sync sends all weights, or fails

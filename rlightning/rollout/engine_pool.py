@@ -64,7 +64,7 @@ class PooledEngine:
 
 
 class EnginePool:
-    """Samples from several engines, each of which raises an EngineDiedError once it is dead.
+    """Distributes requests over several engines. An engine has to raise an EngineDiedError once it is dead.
 
     All methods belong to one event loop; :attr:`num_serving` may be read anywhere.
 

@@ -23,7 +23,7 @@ WANTED_OPEN_FILES = 65536
 
 
 def check_host(num_workers: int) -> None:
-    """Check that an engine of ``num_workers`` workers could start on this host.
+    """Raise an error if this host lacks the shared memory, open files or loopback of an engine of ``num_workers``.
 
     Raises:
         EngineStartError: names what is missing and the remedy.

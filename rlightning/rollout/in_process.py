@@ -16,7 +16,7 @@ from rlightning.rpc.client import LoopThread
 
 
 class InProcessSampler:
-    """Adapts a sampler in this process to :class:`~rlightning.rollout.canary.VerifiedSampler`.
+    """Wraps a sampler in this process, so that its weights can be verified as those of an engine are.
 
     Args:
         sampler: the sampler.
@@ -68,7 +68,7 @@ class InProcessSamplers(RankSamplers):
         return self._can_sleep
 
     def states(self, weight_version: int) -> SamplerStates:
-        """Return the states of this rank's samplers (:meth:`RankSamplers.states`)."""
+        """Return which of this rank's samplers have the weights of this version, and how many there are."""
         versions = [one.weight_version for one in self.samplers]
         serving = [number for number, version in enumerate(versions) if version == weight_version]
         return SamplerStates(len(serving) < len(versions), serving, len(versions), len(versions))

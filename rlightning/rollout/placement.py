@@ -18,7 +18,9 @@ trainer's process.
 
 
 def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
-    """Return the CUDA devices of ranks that share an engine, () on the CPU; a collective if there are several ranks.
+    """Return the CUDA device of each of the ranks that share an engine, () on the CPU.
+
+    If ``ranks`` are several, every rank of the run must call it.
 
     A device is its index or UUID on the host, as for ``CUDA_VISIBLE_DEVICES``, so that it is the same on each rank.
 
@@ -39,7 +41,9 @@ def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
 
 
 def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -> list[tuple[str, ...]]:
-    """Return, for each standalone engine, devices that no rank of this host uses; surplus engines share in turn.
+    """Return for each standalone engine the names of its CUDA devices, which no rank of this host uses; () on the CPU.
+
+    If too few devices are free, several engines get the same ones. Every rank must call it.
 
     Args:
         own: this rank's device.

@@ -9,7 +9,7 @@ from rlightning.rollout.engine_output import EngineOutput
 
 @dataclass(slots=True)
 class PrefixCacheUse:
-    """Numbers of prompt tokens, in total and in the prefix cache.
+    """Counts of the prompt tokens sent to an engine, and of those that it found in its prefix cache.
 
     Attributes:
         num_tokens: tokens of all prompts.
@@ -42,8 +42,8 @@ class PrefixCacheUse:
 
 
 class CountsPrefixCache(Protocol):
-    """An engine that counts its cached prompt tokens."""
+    """An engine that counts prompt tokens and those in its prefix cache, for the metrics of an EnginePool."""
 
     @property
     def prefix_cache(self) -> PrefixCacheUse:
-        """The counts since the last :meth:`PrefixCacheUse.take`."""
+        """Counts of prompt tokens and cached ones since their last :meth:`PrefixCacheUse.take`."""

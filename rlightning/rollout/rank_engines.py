@@ -119,7 +119,7 @@ class RankEngines(RankSamplers):
 
     @property
     def is_starting(self) -> bool:
-        """Whether the run has to wait for an engine of this rank."""
+        """Whether the run has to wait until an engine of this rank has started (:meth:`wait_for_start`)."""
         starting = [engine for engine in self.living if engine.is_alive and not engine.is_up]
         has_one = self._has_waited and any(engine.is_up for engine in self.living)
         return bool(starting) and (self.is_colocated or not has_one)
@@ -139,7 +139,10 @@ class RankEngines(RankSamplers):
         self._has_waited = True
 
     def needs_sync(self) -> bool:
-        """Whether an engine of this rank needs weights to serve again, as after a restart, even while others sample."""
+        """Return whether a standalone engine of this rank has died, or is up without weights, and so needs a sync.
+
+        The sync may take place while other engines sample. False for colocated engines.
+        """
         if self.is_colocated:
             return False
         return bool(self.dead) or any(engine.is_up and engine.weight_version is None for engine in self.living)
@@ -207,7 +210,7 @@ class RankEngines(RankSamplers):
     # Weights
 
     def states(self, weight_version: int) -> SamplerStates:
-        """Return the states of this rank's engines, to be sent to other ranks."""
+        """Return which of this rank's engines have weights of this version, and how many run or will be restarted."""
         living = self.living
         pending = living if self.is_colocated else [engine for engine in living if engine.is_up]
         return SamplerStates(
@@ -271,7 +274,7 @@ class RankEngines(RankSamplers):
 
 
 def colocated_engines(configs: Sequence[EngineConfig], num_ranks: int = 1) -> RankEngines:
-    """Return engines on this rank's device, or one engine on the devices of several consecutive ranks.
+    """Return the engines on this rank's device, or on the devices of ``num_ranks`` ranks. Every rank must call it.
 
     Args:
         configs: configurations of the engines on this rank's device, as for a single rank.
@@ -291,7 +294,7 @@ def colocated_engines(configs: Sequence[EngineConfig], num_ranks: int = 1) -> Ra
 
 
 def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = True) -> RankEngines:
-    """Return engines on devices that no rank uses, which rank 0 starts.
+    """Return a rank's part in engines on devices that no rank uses: all engines on rank 0, none on other ranks.
 
     Args:
         configs: configurations of the engines.
@@ -307,7 +310,10 @@ def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = T
 
 
 def check_group_size(size: int) -> None:
-    """Raise a ConfigError if the ranks cannot be divided into groups of ``size`` that share an engine."""
+    """Raise a ConfigError if the ranks cannot be divided into groups of ``size`` that share an engine.
+
+    Every rank must call it.
+    """
     if size == 1:
         return
     hosts = gather_objects(socket.gethostname(), name="hosts")

@@ -59,7 +59,7 @@ class EngineActor:
         log_file: Path,
         key: str,
     ) -> None:
-        """Start the engine and serve until an exception, or until another call of this method.
+        """Start the engine and serve trainers until an exception. Later calls do nothing.
 
         Args:
             options: engine options of the rollout callback.
@@ -78,7 +78,7 @@ class EngineActor:
 
 
 class HasOptions(Protocol):
-    """A callback whose engines may be Ray actors."""
+    """A rollout callback with the engine options and sampling settings that RayEngines needs to start its engines."""
 
     options: EngineOptions
     sampling: Sampling
@@ -102,7 +102,7 @@ class RayEngines(Generic[C]):
         self._uses_gpus = False
 
     def check_room(self, num_workers: int, each: dict[str, float]) -> None:
-        """Check that the cluster has enough resources for the engines in addition to the workers.
+        """Raise a ConfigError if the Ray cluster has too few GPUs, or CPUs, for the engines in addition to the workers.
 
         Raises:
             ConfigError: names the needed and the available resources.

@@ -33,7 +33,7 @@ class RandomStreams:
         self._num_drawn: Counter[int] = Counter()  # samples drawn of each prompt since begin()
 
     def begin(self, purpose: Purpose) -> None:
-        """Begin a training step, or a validation of one or several sets."""
+        """Set the purpose of the next streams, and reset the counts of prompts; called before a step or validation."""
         self.purpose = purpose
         self._num_drawn.clear()
 
@@ -49,7 +49,7 @@ class RandomStreams:
         return numbers
 
     def assign(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> list[PromptStream]:
-        """Return each prompt with the number of its stream; 0 without a seed, which needs no streams."""
+        """Return each prompt with the number of its random stream, or 0 without a seed. Every rank must call it."""
         numbers = [0] * len(prompts) if sampling.seed is None else self.draw(prompts, weight_version)
         return list(zip(prompts, numbers, strict=True))
 
@@ -70,10 +70,10 @@ def group_sampling(sampling: Sampling, prompt: Prompt, stream: int) -> Sampling:
 
 
 def check_requests(prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, max_model_len: int) -> None:
-    """Check that prompts and completions fit the engine's maximum length, before a step begins.
+    """Raise a ConfigError if a step's prompts and completions may not fit the engine's maximum length.
 
     Raises:
-        ConfigError: names the lengths.
+        ConfigError: a length is too large, or several samples are requested at temperature 0.
     """
     if num_samples > 1 and any(sampling.of(prompt).temperature == 0 for prompt in prompts):
         raise ConfigError(

@@ -85,7 +85,7 @@ class Sampling:
 
     @property
     def max_support(self) -> int:
-        """The most tokens that a support which the sampler returns may have; 0 if it returns no supports."""
+        """Maximum number of tokens in a support that the sampler returns; 0 if it returns no supports."""
         return min(self.effective_top_k, MAX_SUPPORT) if self.is_truncated and self.returns_supports else 0
 
     def of(self, prompt: Prompt) -> "Sampling":
@@ -109,7 +109,7 @@ def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, object]
 
 
 def temperature_rule(temperature: float) -> dict[str, bool]:
-    """Return the rule for temperatures and whether ``temperature`` satisfies it, for :func:`check_rules`.
+    """Return a dict for :func:`check_rules`: the text of the rule for temperatures, and whether this one satisfies it.
 
     Below 0.01 vLLM samples at 0.01, while the trainer would divide by the smaller number.
     """
@@ -139,7 +139,7 @@ class Generator(Protocol):
         sampling: Sampling,
         on_completed: OnCompleted | None = None,
     ) -> list[list[Trajectory]]:
-        """Make ``num_samples`` trajectories of each prompt, in the prompts' order."""
+        """Sample and return ``num_samples`` trajectories of each prompt: one list a prompt, in the prompts' order."""
         raise NotImplementedError
 
     def collect_trajectories(
@@ -150,7 +150,7 @@ class Generator(Protocol):
         on_completed: OnCompleted | None = None,
         take_prompts: TakePrompts | None = None,
     ) -> list[list[Trajectory]]:
-        """Add prompts; return the trajectories of as many groups, perhaps of prompts that were already in flight.
+        """Add prompts to those in flight; return the trajectories of as many finished ones, perhaps of earlier calls.
 
         Args:
             prompts: this rank's prompts.
@@ -183,7 +183,7 @@ OnTokens = Callable[[int, Sequence[int]], None]
 
 
 class TokenSampler(Protocol):
-    """Answers requests to the policy; its methods may be called concurrently for many prompts."""
+    """Samples from the policy, and scores tokens with it. Its methods may be called concurrently for many prompts."""
 
     async def sample(
         self,
@@ -219,7 +219,7 @@ class TokenSampler(Protocol):
 
 
 class StructuredSampler(Protocol):
-    """A :class:`TokenSampler` that may support ``Sampling.json_schema``."""
+    """A :class:`TokenSampler` that tells whether it supports ``Sampling.json_schema``."""
 
     @property
     def follows_schemas(self) -> bool:

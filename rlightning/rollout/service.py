@@ -158,7 +158,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def pack_arrays(value: object) -> object:
-    """Return a result with memoryviews replaced by arrays, which keep their dtype in transport."""
+    """Return an engine's result with each memoryview replaced by an RPC buffer, which keeps its dtype in transport."""
     if isinstance(value, memoryview):
         return rpc.Buffer(value)
     if isinstance(value, list):

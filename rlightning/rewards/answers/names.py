@@ -14,7 +14,10 @@ _NAME = re.compile(
 
 
 def unwrap_pair(reference: Answer, given: Answer) -> tuple[Answer, Answer]:
-    """Replace ``x = 5`` by 5 if the other answer is a bare value, or both name the same variable."""
+    """Return both answers, with ``x = 5`` replaced by 5 where the names of variables need not be compared.
+
+    That is so if the other answer is a bare value, or names the same variable.
+    """
     named_reference, named_given = _name_and_value(reference), _name_and_value(given)
     if named_reference is not None and named_given is not None:
         same = squeeze(named_reference[0]) == squeeze(named_given[0])

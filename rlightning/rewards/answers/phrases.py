@@ -79,7 +79,7 @@ _REASON = re.compile(r"\s+(?:because|since|which|as|where)\s")
 
 
 def find_unmarked(text: str) -> Answer | None:
-    """Return the answer of a text without a mark."""
+    """Return the answer that a text states without a mark, as after "the answer is"; None if none is found."""
     text = _clean(text[-MAX_END:])
     phrases = list(PHRASE.finditer(text))
     for phrase in reversed(phrases):
