@@ -240,7 +240,7 @@ class InFlight:
     # Checkpoints
 
     def begin_step(self) -> None:
-        """Keep a list of the groups in flight. A checkpoint during the step saves it, so that a resume repeats the step."""
+        """Keep a list of the groups in flight, which a checkpoint during the step saves: a resume repeats the step."""
         self._at_step_start = list(self._groups)
 
     def end_step(self) -> None:

@@ -143,8 +143,9 @@ class RolloutBatch:
         trajectories = [one for group in groups for one in group]
         branches = [branch for one in trajectories for branch in one.branches]
         tokens: dict[str, Any] = {}
+        arrays = [branch.arrays() for branch in branches]
         for name, source, dtype in TOKEN_FIELDS:
-            parts = [np.asarray(branch.arrays()[source]) for branch in branches]
+            parts = [np.asarray(values[source]) for values in arrays]
             tokens[name] = torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False))
         bounds = np.concatenate([[0], np.cumsum([len(branch.token_ids) for branch in branches])])
         batch = cls(

@@ -84,7 +84,10 @@ with FailureWatch(grace=60, folder=folder):
         if how == "work":
             await_engine() if rank == 0 else await_rewards()
         if rank == hanging:
+            (folder / "hangs").touch()
             hang_here()
+        while how in ("loop", "stop") and not (folder / "hangs").exists():
+            time.sleep(0.02)  # what is waited for is a rank that hangs, not one that has yet to have its turn
         if how == "wait":
             threading.Thread(target=tell_of_collective, args=(threading.get_ident(),), daemon=True).start()
         if others == "raise" and rank == 1:

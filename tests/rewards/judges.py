@@ -59,8 +59,8 @@ async def misbehave(completion: str, folder: str) -> float:
     """Does what the completion says, so that no other call of the process gets on; notes each call in the folder."""
     (Path(folder) / f"{completion}.{time.monotonic_ns()}").touch()
     await client.ask()
-    if completion == "slow":
-        await asyncio.sleep(1.0)
+    while completion == "slow" and len(list(Path(folder).glob("slow.*"))) < 2:
+        await asyncio.sleep(0.05)  # under way when the process ends: only its repetition returns
     if completion == "block":
         time.sleep(3600)
     if completion == "backtrack in a thread":

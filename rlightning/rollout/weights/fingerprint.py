@@ -1,6 +1,6 @@
 """Detects changed weights by a checksum of their bits."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -16,12 +16,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class WeightFingerprint:
     """Detects whether weights have changed since the last call, in any way.
 
-    A checksum of each tensor's bits is kept. ``tensor._version`` does not suffice, since writes through ``.data`` do
+    A checksum of all tensors' bits is kept. ``tensor._version`` does not suffice, since writes through ``.data`` do
     not change it; nor do addresses, since offloading changes them.
     """
 
     def __init__(self) -> None:
-        self._known: list[int] | None = None
+        self._known: int | None = None
 
     def has_changed(self, weights: Iterable[tuple[str, Tensor]]) -> bool:
         """Return whether this rank's shards differ from those of the last call.
@@ -34,33 +34,41 @@ class WeightFingerprint:
         tensors = [local_tensor(tensor) for _, tensor in weights]
         if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in tensors):
             return False  # offloaded to host memory, where nothing writes to them
-        sums = [checksum(tensor) for tensor in tensors]
-        known, self._known = self._known, torch.stack(sums).tolist() if sums else []
+        known, self._known = self._known, int(checksum(tensors))
         return known is not None and known != self._known
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits that depends on their order, and is equal on all devices.
+def checksum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a checksum of the bits of tensors that depends on their order, and is equal on all devices.
 
     Each element is multiplied by its own odd factor modulo 2^64: a change of one element always changes the checksum,
-    and changes of several go undetected with probability 2^-32 or less. Products are summed over blocks, and block sums
-    are weighted and summed in the same way, twice.
+    and changes of several go undetected with probability 2^-32 or less. Products are summed over blocks of each tensor,
+    and the block sums of all tensors are weighted and summed in the same way, twice.
 
     Args:
-        tensor: a tensor of any shape and dtype.
+        tensors: tensors of any shape and dtype, on one device.
 
     Returns:
         A scalar of int64.
     """
-    numbers = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()])
-    for factors in _factors(tensor.device):
-        sums = [numbers.new_zeros(0, dtype=torch.int64)]
-        for part in numbers.split(_PART):
-            blocks, rest = part.split([len(part) - len(part) % _BLOCK, len(part) % _BLOCK])
-            sums += [(blocks.view(-1, _BLOCK) * factors).sum(1), (rest * factors[: len(rest)]).sum(0, keepdim=True)]
-        numbers = torch.cat(sums)
+    numbers = torch.zeros(0, dtype=torch.int64)
+    parts = [tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()]) for tensor in tensors]
+    for level in range(3):
+        sums = [block_sum for part in parts for block_sum in _block_sums(part, _factors(part.device)[level])]
+        numbers = torch.cat(sums) if sums else numbers
+        parts = [numbers]
     return numbers.sum()
+
+
+def _block_sums(numbers: Tensor, factors: Tensor) -> Iterator[Tensor]:
+    """Yield the weighted sums of blocks of integers, in several tensors."""
+    for part in numbers.split(_PART):
+        whole = len(part) - len(part) % _BLOCK
+        if whole:
+            yield (part[:whole].view(-1, _BLOCK) * factors).sum(1)
+        if whole < len(part):
+            yield (part[whole:] * factors[: len(part) - whole]).sum(0, keepdim=True)
 
 
 @cache

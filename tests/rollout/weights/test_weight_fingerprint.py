@@ -60,13 +60,13 @@ def test_fingerprint_of_more_or_fewer_tensors_differs() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8, torch.bool])
 def test_checksum_is_of_bits_in_their_order(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[1, 0, 1], [0, 0, 1]]).to(dtype)
-    assert checksum(tensor) == checksum(tensor.clone()) == checksum(tensor.T.contiguous().T)
-    assert checksum(tensor) != checksum(tensor.flip(0))
+    assert checksum([tensor]) == checksum([tensor.clone()]) == checksum([tensor.T.contiguous().T])
+    assert checksum([tensor]) != checksum([tensor.flip(0)])
 
 
 def test_checksum_of_an_element_has_odd_factors() -> None:
     # 3.0 is 0x40400000 in float32, so 2^22 is the largest power of two in its checksum.
-    number = int(checksum(torch.tensor(3.0)))
+    number = int(checksum([torch.tensor(3.0)]))
     assert number % 2**22 == 0 and number % 2**23 != 0
 
 
