@@ -195,7 +195,7 @@ class Resources:
         has = import_ray().cluster_resources()
         uses_gpus = accelerator != "cpu" and has.get("GPU", 0) > 0
         gpus = float(uses_gpus) if self.gpus is None else self.gpus
-        count = num_workers or (int(has.get("GPU", 0) / gpus) if gpus else 1)
+        count = num_workers or (max(int(has.get("GPU", 0) / gpus), 1) if gpus else 1)
         for kind, name, each in (("CPU", "cpus", self.cpus), ("GPU", "gpus", gpus)):
             if count * each > has.get(kind, 0):
                 raise ConfigError(

@@ -9,7 +9,7 @@ from typing import SupportsFloat, get_args
 
 from rlightning.environments.messages import Fields
 from rlightning.foreign_text import cut_value
-from rlightning.types.trajectory import Outcome, Status, read_traces
+from rlightning.types.trajectory import AgentTrace, Outcome, Status, read_traces
 
 
 def check_outcome(outcome: object, place: str = "run()") -> Outcome:
@@ -30,6 +30,8 @@ def check_outcome(outcome: object, place: str = "run()") -> Outcome:
     reward, turn_rewards = outcome.reward, outcome.turn_rewards
     if turn_rewards is not None and not isinstance(turn_rewards, list | tuple):
         raise TypeError(f"{place} returned the turn_rewards {cut_value(turn_rewards)}, and has to return a list.")
+    if outcome.traces is not None and not isinstance(outcome.traces, list | tuple):
+        raise TypeError(f"{place} returned the traces {cut_value(outcome.traces)}, and has to return a list.")
     return replace(
         outcome,
         reward=None if reward is None else _read_reward(reward, "reward", place),
@@ -37,7 +39,16 @@ def check_outcome(outcome: object, place: str = "run()") -> Outcome:
         if turn_rewards is None
         else [_read_reward(one, "turn reward", place) for one in turn_rewards],
         metrics={str(name): _read_number(value, f"metric '{name}'", place) for name, value in outcome.metrics.items()},
+        traces=None if outcome.traces is None else [_read_trace(one, place) for one in outcome.traces],
     )
+
+
+def _read_trace(trace: object, place: str) -> AgentTrace:
+    if not isinstance(trace, list | tuple) or len(trace) != len(AgentTrace._fields):
+        given = cut_value(trace)
+        raise TypeError(f"{place} returned the trace {given}, and has to return AgentTrace(agent, reward, turns).")
+    read = AgentTrace._make(trace)
+    return read._replace(reward=_read_reward(read.reward, "reward of a trace", place))
 
 
 def _read_reward(value: object, what: str, place: str) -> float:

@@ -68,6 +68,10 @@ def joined(nodes: Cluster) -> Iterator[None]:
 def test_what_finds_no_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"num_workers=512 x cpus_per_worker=1 is 512 CPUs, but the Ray cluster has"):
         Resources().settle(512, "cpu")
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 1.0})
+    with pytest.raises(ConfigError, match=r"num_workers=1 x gpus_per_worker=2 is 2 GPUs, but the Ray cluster has 1\."):
+        Resources(gpus=2).settle(None, "cuda")
+    monkeypatch.undo()
     monkeypatch.setattr(intervals, "PLACEMENT_TIMEOUT", 1.0)
     asked = r"num_workers=4 x 1 CPUs, 0 GPUs with placement=STRICT_SPREAD"
     with pytest.raises(ConfigError, match=asked + r".*free in the Ray cluster are 3 CPUs, 0 GPUs, on 3 nodes"):

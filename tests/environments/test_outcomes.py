@@ -33,6 +33,9 @@ def test_numbers_become_floats() -> None:
         (MAKE(turn_rewards=1.0), TypeError, r"the turn_rewards 1\.0, and has to return a list\.$"),
         (MAKE(metrics=[1]), TypeError, r"the metrics \[1\], and has to return a dict\.$"),
         (MAKE(metrics={"calls": None}), TypeError, r"the metric 'calls' None"),
+        (MAKE(traces=5), TypeError, r"the traces 5, and has to return a list\.$"),
+        (MAKE(traces=["one"]), TypeError, r"the trace 'one', and has to return AgentTrace\("),
+        (MAKE(traces=[AgentTrace("one", float("nan"), [0])]), ValueError, r"the reward of a trace nan, and has to"),
         (MAKE(status="done"), ValueError, r"the status 'done', and there are: finished, truncated, "),
     ],
 )

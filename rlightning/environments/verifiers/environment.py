@@ -22,7 +22,7 @@ from rlightning.environments.verifiers.server import (
     ServerEndedError,
     ServersClosedError,
 )
-from rlightning.environments.worker_environment import check_interpreter
+from rlightning.environments.worker_environment import PROBE_TIMEOUT, check_interpreter
 from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules, did_you_mean
 from rlightning.foreign_text import cut, cut_line
 from rlightning.processes.liveness import RestartPolicy
@@ -320,8 +320,11 @@ class Verifiers(Environment):
 def check_verifiers(python: str) -> None:
     """Raise a ConfigError if an interpreter cannot run verifiers."""
     check_interpreter(python, oldest=OLDEST_PYTHON, needs="verifiers", install=f"'verifiers=={VERSION}.*' uv")
-    done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, check=False)
-    version = done.stdout.strip()
+    try:
+        done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"environment.python={python} did not start: {error}.") from error
+    version = done.stdout.strip() or "of an unknown version"
     if not re.match(rf"{re.escape(VERSION)}\b", version):
         raise ConfigError(
             f"environment.python={python} has verifiers {version}, and this speaks with {VERSION}. Install that: "
