@@ -335,8 +335,8 @@ class RecordedPolicy:
 
 
 def total_reward(outcome: Outcome) -> float | None:
-    """Return an outcome's reward, else the sum over its turns, else the mean over its traces; None if it has none of
-    them.
+    """Return a trajectory's reward: the outcome's own, else the sum of its turns' rewards, else the mean reward of its
+    agents' traces; None if the environment gave none of them.
     """
     traces = read_traces(outcome.traces)
     if outcome.reward is not None:

@@ -83,7 +83,7 @@ class StepEnvironment(Environment):
         await self._closing.wait()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Make one trajectory with its own object, which is always closed at the end."""
+        """Play one trajectory of a prompt in a new environment object, which is closed even if an error is raised."""
         game = StepObject()
         try:
             await game.make(self._make, self.arguments)

@@ -125,7 +125,7 @@ class InFlight:
             self._num_added += 1
 
     def finish(self, group: Group, trajectories: list[Trajectory]) -> None:
-        """Record the trajectories of a group, all of which have ended."""
+        """Move a group of which all trajectories have ended to the finished groups, from which training takes them."""
         group.trajectories, group.saved = trajectories, None
         samples = [sample for one in trajectories for sample in one.samples]
         versions = [min(sample.weight_versions) for sample in samples if sample.weight_versions]

@@ -280,7 +280,7 @@ class _Call:
             raise
 
     def cancel_requests(self) -> None:
-        """Cancel the worker's requests, because the call has ended."""
+        """Cancel the requests that the worker made to this process during a call that has ended."""
         for request in self._requests:
             if not request.cancelling():  # else it is cleaning up, which a second cancellation would end
                 request.cancel()

@@ -174,7 +174,7 @@ class Episode(BaseModel):
 
 
 class EpisodeAssembly:
-    """Assembles an episode from the messages of the server."""
+    """Assembles the record of one episode from the updates that verifiers' environment server sends during it."""
 
     def __init__(self) -> None:
         self._traces: dict[str, JsonObject] = {}
