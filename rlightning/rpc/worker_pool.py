@@ -302,10 +302,7 @@ class _End(NamedTuple):
     may_repeat: bool
 
     def error_of(self, key: int) -> WorkerLostError:
-        """Return the error with which the call ``key`` fails because its worker has ended.
-
-        Its ``is_bystander`` is set if another call is known to be the cause.
-        """
+        """Return the error of the call ``key``, whose worker has ended; a bystander's if another call was the cause."""
         is_bystander = self.culprit not in (None, key)
         return type(self.error)(str(self.error), self.error.stacks, is_bystander=is_bystander)
 

@@ -120,6 +120,7 @@ class Trainer:
                 begun = [self.generate(prompt, num_samples) for prompt, num_samples in requests]
                 paused = self.begin_update()
             paused.result(timeout=120)
+            self.ask("ping")  # answers to what has ended are there
             if not any(answer.done() for answer in begun):
                 return begun
             self.update(0, keeps_cache=False)
