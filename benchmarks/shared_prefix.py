@@ -1,7 +1,7 @@
 """Forward and backward over groups whose completions share their prompt: each sequence alone, and the prompt once.
 
     python benchmarks/shared_prefix.py
-    python benchmarks/shared_prefix.py --model 4b --cases 8192x8x1024 --groups 2
+    python benchmarks/shared_prefix.py --model 4b --cases 8192x8x1024 --groups 2 --checkpointing
     python benchmarks/shared_prefix.py --device cpu --model tiny --cases 256x4x32 --microbatch-tokens 2048
 
 A case is prompt tokens x completions x completion tokens. Micro-batches are cut as an update cuts them, by
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=CASES, help="prompt x completions x new tokens")
     parser.add_argument("--groups", type=int, default=4, help="of a case (4)")
     parser.add_argument("--microbatch-tokens", type=int, default=32768, help="of a micro-batch (32768)")
+    parser.add_argument("--checkpointing", action="store_true", help="compute each layer's activations twice")
     parser.add_argument("--profile", action="store_true", help="write each row's operations by time")
     arguments = parser.parse_args()
     if arguments.steps < 2:
@@ -98,7 +99,12 @@ def main() -> None:
     sys.path[:0] = [str(BENCHMARKS.parent)]
     from rlightning.algorithms import GRPO
 
-    module = GRPO(arguments.model, rewards="synthetic.coin", compile=arguments.device == "cuda")
+    module = GRPO(
+        arguments.model,
+        rewards="synthetic.coin",
+        compile=arguments.device == "cuda",
+        gradient_checkpointing=arguments.checkpointing,
+    )
     module.configure_model()
     module.to(arguments.device)
     rows: list[dict[str, Any]] = []
