@@ -16,6 +16,8 @@ them and of the layers whose activations are computed twice. "off by" is the lar
 from the first run of the model with the same global batch: of the tokens' log-probabilities (their mean distance from
 those of equally likely tokens), of the entropy, and of the gradient's norm.
 
+With --profile two further, shorter updates of each mesh of several are profiled on rank 0, as by update.py.
+
 A run that fails is a row, and one for which --limit leaves no time a note. What an earlier call with the same --out has
 measured stays in the table. `steps.csv` has the steps of all runs.
 """
@@ -34,6 +36,7 @@ from statistics import fmean, median
 from typing import Any
 
 from defaults import device_memory, plan
+from kernels import describe, read_trace
 from launch import (
     BENCHMARKS,
     GIB,
@@ -66,6 +69,7 @@ SINGLE = ("one", "one-fsdp")
 """Meshes of one GPU."""
 CURVES = {"log-probs": "policy/rollout_gap_mean", "entropy": "policy/entropy", "grad norm": "optim/grad_norm"}
 """Metrics that are compared step by step. The loss is not among them: in GRPO's first update it is 0."""
+PROFILED_MICROBATCHES = 3
 START_SECONDS = 30.0
 """With less time left no run is started."""
 
@@ -75,6 +79,18 @@ def make_job(arguments: argparse.Namespace, model: str, mesh: str) -> Job:
     num_gpus, fsdp = 1 if mesh in SINGLE else arguments.gpus, MESHES[mesh]
     shares = arguments.gpus if arguments.same_batch else num_gpus
     group_tokens = arguments.samples * (PROMPT_TOKENS + arguments.max_new_tokens)
+    num_profiled = 2 if arguments.profile and num_gpus > 1 else 0
+    steps = arguments.steps + num_profiled
+    rollout = callback(
+        "synthetic.SyntheticRollout",
+        max_new_tokens=arguments.max_new_tokens,
+        short_steps=num_profiled,
+        short_tokens=PROFILED_MICROBATCHES * arguments.microbatch_tokens * num_gpus,
+    )
+    profiles = [
+        callback("synthetic.ProfileUpdate", step=steps - 1, name="kernels", has_host=False),
+        callback("synthetic.ProfileUpdate", step=steps, name="host", has_host=True),
+    ]
     config = grpo_config(
         arguments,
         prompts_per_step=max(round(arguments.tokens / group_tokens), 1) * shares,
@@ -82,13 +98,14 @@ def make_job(arguments: argparse.Namespace, model: str, mesh: str) -> Job:
         num_devices=num_gpus,
         model={"max_tokens_per_microbatch": arguments.microbatch_tokens, "validate_first": False},
         callbacks=[
-            callback("synthetic.SyntheticRollout", max_new_tokens=arguments.max_new_tokens),
+            rollout,
             callback("synthetic.SetRewards", alike=0.0),
             callback("synthetic.UpdateTrace"),
+            *profiles[:num_profiled],
         ],
     )
     config["rollout"] = None
-    config["trainer"]["enable_progress_bar"] = False
+    config["trainer"] |= {"max_steps": steps, "enable_progress_bar": False}
     if fsdp is not None:
         config["trainer"]["strategy"] = {"class_path": "rlightning.parallel.FSDP", "init_args": fsdp | arguments.fsdp}
     return Job(f"{model}/{mesh}", config, num_gpus)
@@ -101,6 +118,7 @@ def measure(run: Run, model: str, mesh: str, arguments: argparse.Namespace) -> d
     num_gpus, tokens = run.job.num_devices, sequences * (PROMPT_TOKENS + arguments.max_new_tokens)
     ranks = [run.read_trace("update", rank) for rank in range(num_gpus)]
     steps = list(zip(*ranks, strict=False))  # ranks of a run that has failed may have come to different steps
+    steps = steps[: arguments.steps]
     slowest = [max(float(row["seconds"]) for row in rows) for rows in steps]
     counted = slowest[arguments.warm_up :]
     mfus = [fmean(float(row["mfu"]) for row in rows) for rows in steps[arguments.warm_up :] if rows[0]["mfu"]]
@@ -118,7 +136,10 @@ def measure(run: Run, model: str, mesh: str, arguments: argparse.Namespace) -> d
         "first": slowest[0] if slowest else None,
         "run": run.seconds,
         "end": run.end,
-        **{name: [row[metric] for row in metrics if metric in row] for name, metric in CURVES.items()},
+        **{
+            name: [row[metric] for row in metrics if metric in row][: arguments.steps]
+            for name, metric in CURVES.items()
+        },
     }
 
 
@@ -185,6 +206,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=131072, help="a step and GPU, about (131072)")
     parser.add_argument("--same-batch", action="store_true", help="one GPU gets the batch of all, to compare steps")
     parser.add_argument("--fsdp", type=json.loads, default={}, metavar="JSON", help="further arguments of FSDP ({})")
+    parser.add_argument("--profile", action="store_true", help="two further, shorter steps")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds of one run (240)")
     arguments = parse(parser)
     arguments.deadline = time.monotonic() + arguments.limit
@@ -236,6 +258,9 @@ def main() -> None:
             for (model, mesh, job), run in zip(batch, runs, strict=True):
                 kept.put(measure(run, model, mesh, arguments) | plans[job.name].result())
                 say(format_table(tabulate(kept.rows[-1:])).splitlines()[-1])
+                for path in run.folder.glob("kernels.json.gz"):
+                    (run.folder / "kernels.md").write_text(describe(read_trace(path)))
+                    say((run.folder / "kernels.md").read_text())
     write_steps(arguments.out / "steps.csv", kept.rows)
     finish(arguments, tabulate(kept.rows), notes)
 

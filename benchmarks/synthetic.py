@@ -151,7 +151,7 @@ class UpdateTrace(CSVTrace):
 
 
 class ProfileUpdate(RLCallback):
-    """Profiles one step's update, into the run's folder: ``<name>.json.gz``, for kernels.py and Perfetto.
+    """Profiles one step's update on rank 0, into the run's folder: ``<name>.json.gz``, for kernels.py and Perfetto.
 
     Args:
         step: which one, from 1.
@@ -167,7 +167,7 @@ class ProfileUpdate(RLCallback):
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
         """Start, if it is the step."""
-        if trainer.global_step + 1 != self.step:
+        if trainer.global_step + 1 != self.step or not trainer.is_global_zero:
             return
         synchronize(module.device)
         is_cuda = module.device.type == "cuda"
