@@ -35,7 +35,7 @@ class RunError(Exception):
 
     @property
     def line(self) -> str:
-        """The message without its details."""
+        """The error's message, without its ``details`` such as the end of a log."""
         return super().__str__()
 
 

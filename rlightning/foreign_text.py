@@ -48,7 +48,9 @@ def hidden() -> dict[str, str]:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which each secret given to :func:`hide` is replaced by its reference."""
+    """Return a text in which each secret given to :func:`hide` is replaced by its reference, such as
+    ``${ENV:API_KEY}``.
+    """
     for secret in sorted(_references, key=len, reverse=True):  # longest first: a secret may be a part of another
         text = text.replace(secret, _references[secret])
     return text

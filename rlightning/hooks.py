@@ -161,8 +161,8 @@ def check_outputs(trainer: Loop, stage: str) -> None:
 
 
 def check_repeated(callbacks: Iterable[object]) -> None:
-    """Raise a ConfigError if a callback is listed twice, or if two have a kind of which a run has only one. Stateless
-    callbacks of other packages may be repeated.
+    """Raise a ConfigError if a callback is listed twice, or if there are two of a kind of which a run can have only
+    one, such as rollout callbacks. Stateless callbacks of other packages may be repeated.
 
     Args:
         callbacks: all callbacks of a run, distinguished by their ``state_key``, as in Lightning.

@@ -102,8 +102,8 @@ def is_of_tuner(callback: Callback) -> bool:
 def replace_signal_handling(
     trainer: Trainer, *, handler: Callable[[int, FrameType | None], None], before_batch: Callable[[], None]
 ) -> None:
-    """Make a Trainer call ``handler`` at SIGTERM, and ``before_batch`` in place of its check before each batch whether
-    any rank has received SIGTERM.
+    """Make a Trainer call ``handler`` at SIGTERM, and call ``before_batch`` before each batch in place of its own check
+    whether any rank has received SIGTERM.
     """
     trainer._signal_connector._sigterm_notifier_fn = handler  # type: ignore[method-assign, assignment]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = before_batch  # type: ignore[method-assign]
@@ -215,7 +215,7 @@ def is_nothing_to_save(callback: ModelCheckpoint, trainer: Trainer) -> bool:
 
 
 def metrics_to_save_by(callback: ModelCheckpoint, trainer: Trainer) -> dict[str, Tensor]:
-    """Return the metrics that name and rank a checkpoint saved now."""
+    """Return the metrics by which ``callback`` would name and rank a checkpoint that it saved now."""
     return callback._monitor_candidates(trainer)
 
 
@@ -225,8 +225,8 @@ def save_if_best(callback: ModelCheckpoint, trainer: Trainer, metrics: dict[str,
 
 
 def is_checked_at_epoch_end(callback: EarlyStopping, trainer: Trainer) -> bool:
-    """Return whether EarlyStopping checks its metric in its own hook at the end of a training epoch, or is not to check
-    it now. If false, the check is left to a validation.
+    """Return whether EarlyStopping checks its metric at the end of each training epoch, or must not check it now
+    (outside of a fit, in a sanity check). If False, it checks its metric only after validations.
     """
     return bool(callback._check_on_train_epoch_end) or callback._should_skip_check(trainer)
 

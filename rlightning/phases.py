@@ -56,17 +56,17 @@ class PhaseTimer(RunCallback):
         """Called when a step has ended and its times are available."""
 
     def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
-        """Start to measure the step."""
+        """Start timing the step on this batch; the times of an unfinished step are discarded."""
         self.open_step()
         self._is_batch_open = True
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Stop measuring the step."""
+        """Stop timing the step, store its durations and token count, and call :meth:`on_step_timed`."""
         self._close_step(trainer, module)
         self._is_batch_open = False
 
     def on_rollout_start(self, trainer: Loop, module: object, prompts: list[Prompt]) -> None:
-        """Start the rollout phase."""
+        """Start timing the rollout, and in a loop without batches also the step, if it begins with this rollout."""
         indices = [p.index for p in prompts if isinstance(p, Prompt)] if isinstance(prompts, list) else []
         is_again = bool(self._begun) or (bool(indices) and indices == self._prompt_indices)
         if self._is_batch_open:
@@ -77,20 +77,20 @@ class PhaseTimer(RunCallback):
         self._begin("generate")
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """End the rollout phase."""
+        """Add the seconds since :meth:`on_rollout_start`, and the batch's tokens, to the step's."""
         self._end("generate")
         self._num_rollout_tokens += batch.num_tokens
 
     def on_reward_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Start the reward phase."""
+        """Start timing the computation of a batch's rewards."""
         self._begin("reward")
 
     def on_reward_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """End the reward phase."""
+        """Add the seconds since :meth:`on_reward_start` to the step's reward time."""
         self._end("reward")
 
     def on_update_start(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """Start the update phase."""
+        """Start timing the update on a rollout's batch, which may take several optimizer steps."""
         is_again = "update" in self._begun and not self._is_batch_open and "generate" not in self._sums
         if self._opened is None or is_again:
             self.open_step()
@@ -99,38 +99,38 @@ class PhaseTimer(RunCallback):
         self._num_update_tokens += batch.num_tokens
 
     def on_update_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
-        """End the update phase; in a loop without batches, also end the step."""
+        """Add the seconds since :meth:`on_update_start` to the step's; in a loop without batches, also end the step."""
         self._end("update")
         if not self._is_batch_open:
             self._close_step(trainer, module)
 
     def on_engine_start(self, trainer: Loop, module: object) -> None:
-        """Start to measure the wait for an engine."""
+        """Start timing the trainer's wait for an engine that is starting."""
         self._begin("engine_start")
 
     def on_engine_ready(self, trainer: Loop, module: object) -> None:
-        """End the wait for an engine."""
+        """Add the seconds of this wait for an engine to the step's, and exclude them from a surrounding phase."""
         self._end_within("engine_start")
 
     def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """Start the weight sync phase."""
+        """Start timing the transfer of the actor's weights to the engines."""
         self._begin("sync")
 
     def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
-        """End the weight sync phase."""
+        """Add the weight sync's seconds to the step's, and exclude them from a surrounding rollout or update."""
         self._end_within("sync")
 
     def begin_run(self) -> None:
-        """Discard the times of an earlier run."""
+        """Reset the durations and the token count of the last step, which belong to an earlier run."""
         self.step_seconds, self.phase_seconds, self.num_tokens = 0.0, {}, 0
 
     def open_step(self) -> None:
-        """Start to measure a step now."""
+        """Discard the times of an unfinished step, and start timing a new step now."""
         self.drop_step()
         self._opened = perf_counter()
 
     def drop_step(self) -> None:
-        """Discard the times of the current step."""
+        """Discard the times measured so far of the current step, such as an interrupted one, and stop timing it."""
         self._opened = None
         self._is_batch_open = False
         self._begun.clear()

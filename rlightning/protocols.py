@@ -308,7 +308,7 @@ class Generates(Protocol):
 
 
 class SelectsSampled(Protocol):
-    """A module whose ``select_sampled()`` returns the trajectories of a batch that count, without failed ones."""
+    """A module whose ``select_sampled()`` returns a batch of only the trajectories to train on, without failed ones."""
 
     def select_sampled(self, batch: "RolloutBatch") -> "RolloutBatch": ...
 
@@ -369,7 +369,7 @@ class HasCosts(Protocol):
 
 
 class HasRoles(Protocol):
-    """A module with several models, as ``roles``: by role, such as "reference"."""
+    """A module with several networks: ``roles`` maps a role, such as "reference", to its network and settings."""
 
     @property
     def roles(self) -> Mapping[str, object]: ...
@@ -394,7 +394,10 @@ class Closes(Protocol):
 
 
 class HasUsualOptimizers(Protocol):
-    """A module that declares whether its optimizers are the package's own, which need no check before engines start."""
+    """A module that says, by ``has_usual_optimizers``, whether ``configure_optimizers()`` is this package's.
+
+    Other optimizers are checked before engines start.
+    """
 
     @property
     def has_usual_optimizers(self) -> bool: ...

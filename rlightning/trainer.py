@@ -93,7 +93,7 @@ class Trainer(lightning.pytorch.Trainer):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Train as Lightning does, in a folder without another run's checkpoints.
+        """Train like Lightning's ``fit``; raise a ConfigError for a new run in a folder with another run's checkpoints.
 
         Arguments are Lightning's; ``ckpt_path="last"`` is the newest complete checkpoint in the run's folder.
         """
@@ -139,7 +139,7 @@ class Trainer(lightning.pytorch.Trainer):
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> list[object] | list[list[object]] | None:
-        """Complete the prompts of ``predict``, as Lightning does; for ``ckpt_path`` see :meth:`fit`."""
+        """Complete the data module's ``predict`` prompts, as Lightning does; for ``ckpt_path`` see :meth:`fit`."""
         path = self._settle_checkpoint("predict", ckpt_path)
         with raising_interrupts():
             return super().predict(model, dataloaders, datamodule, return_predictions, path, weights_only)

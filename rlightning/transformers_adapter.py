@@ -9,7 +9,7 @@ from rlightning.hooks import fire
 
 
 class TransformersAdapter(TrainerCallback):
-    """Connects rlightning's callbacks to a transformers ``Trainer``, whose events and attributes they get::
+    """Calls rlightning's callbacks on events of a transformers ``Trainer``, and gives them access to its attributes::
 
         adapter = TransformersAdapter(trainer, [EmptyCacheAfterUpdate(), OffloadDuringRollout()])
         trainer.add_callback(adapter)

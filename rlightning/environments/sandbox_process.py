@@ -166,14 +166,14 @@ class Output:
         self.head = self.tail = b""
 
     def add(self, data: bytes) -> None:
-        """Append bytes; the middle of a stream that exceeds the limit is dropped."""
+        """Append bytes of the program's stdout or stderr; of a stream longer than the limit, the middle is not kept."""
         room = self.half - len(self.head)
         self.size += len(data)
         self.head += data[:room]
         self.tail = (self.tail + data[room:])[-self.half :]
 
     def text(self) -> str:
-        """Return the output as text, with a line that stands for the omitted middle."""
+        """Return the kept output as text; a line with the number of omitted bytes replaces an omitted middle."""
         missing = self.size - len(self.head) - len(self.tail)
         cut = f"\n... {missing} bytes left out ...\n".encode() if missing else b""
         return (self.head + cut + self.tail).decode(errors="replace")
@@ -198,7 +198,9 @@ class Init:
         os.close(reader)
 
     def end(self) -> None:
-        """Kill every process of the namespace, and wait until all have exited."""
+        """Kill all processes of the program's process namespace, by ending its process 1, and wait until they have
+        exited.
+        """
         os.close(self._writer)
         os.waitpid(self._pid, 0)
 
@@ -253,7 +255,7 @@ def limit_program(limits: dict[str, float], is_counted: bool) -> None:
 
 
 def limit(kind: int, soft: int, hard: int) -> None:
-    """Set one resource limit, unless the host's limit is already lower."""
+    """Set one resource limit (``RLIMIT_*``) of this process, or keep its current hard limit where that is lower."""
     _, most = resource.getrlimit(kind)
     is_lower = most != resource.RLIM_INFINITY
     resource.setrlimit(kind, (min(soft, most), min(hard, most)) if is_lower else (soft, hard))
@@ -306,7 +308,7 @@ def find_status(exit_code: int, stderr: str, cpu_seconds: float) -> str:
 
 
 def check(result: int, call: str) -> None:
-    """Raise an OSError if ``result``, which the C function ``call`` returned, is negative."""
+    """Raise an OSError with the text of errno if ``result``, returned by the C function named ``call``, is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")

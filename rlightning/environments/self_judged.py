@@ -16,7 +16,8 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 
 class SelfJudged(Environment):
-    """Runs another environment and has the policy score each trajectory by a rubric, outside of the trajectory.
+    """Runs another environment, and has the policy itself score each trajectory by a rubric, in a separate conversation
+    that is not trained on.
 
     The reward is the environment's, if it gives one, plus the weighted score. A trajectory counts as not sampled if it
     cannot be judged: the judge's answer does not fit, is cut off, or has no score.
@@ -103,7 +104,9 @@ class _JudgedGroup:
         self._group, self._judge = group, judge
 
     async def sample_all(self) -> list[Outcome]:
-        """Sample a turn for each trajectory, one request each, and judge each trajectory."""
+        """Sample one turn for each trajectory, in separate requests, and have the policy score each; return the
+        outcomes with the scores in their rewards.
+        """
 
         async def complete(policy: Policy) -> Outcome:
             await policy.chat()
@@ -116,7 +119,9 @@ class _JudgedGroup:
         run: Callable[[Policy], Awaitable[Outcome]],
         places: AbstractAsyncContextManager[object] | None = None,
     ) -> list[Outcome]:
-        """Call ``run`` for each trajectory concurrently (:meth:`PolicyGroup.run_each`), and judge each one."""
+        """Make the trajectories with ``run``, concurrently (:meth:`PolicyGroup.run_each`), and have the policy score
+        each; return the outcomes with the scores in their rewards.
+        """
 
         async def run_and_judge(policy: Policy) -> Outcome:
             try:

@@ -9,7 +9,7 @@ from rlightning.python_values import JsonObject
 
 
 class SavedTrajectory(TypedDict, total=False):
-    """A trajectory in a checkpoint: its branches and turns, and the settings of its policy.
+    """A trajectory in a checkpoint: its branches and turns, and its tools, temperature and counts of requests.
 
     ``state`` is what its environment continues from; ``outcome`` is None while the trajectory is running.
     """
@@ -22,7 +22,9 @@ class SavedTrajectory(TypedDict, total=False):
 
 
 def copy_plain(value: object, place: str) -> object:
-    """Return a copy of plain data, in which sequences are lists; raises a TypeError for anything else."""
+    """Return a copy of texts, numbers, bytes, lists and mappings for a checkpoint, with tuples as lists; raises a
+    TypeError for other types.
+    """
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):

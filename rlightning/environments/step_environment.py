@@ -129,7 +129,7 @@ class StepEnvironment(Environment):
 
 
 async def save(game: StepObject, *parts: object) -> JsonObject | None:
-    """Return a trajectory's state for a checkpoint; None if the object has no snapshots."""
+    """Return a trajectory's state for a checkpoint; None if the user's object has no ``snapshot`` and ``restore``."""
     return dict(zip(STATE, [await game.call("snapshot"), *parts], strict=True)) if game.has_snapshots else None
 
 
@@ -151,7 +151,7 @@ def make_outcome(rewards: Sequence[float | None], status: Status, metrics: Mappi
 
 
 def check_methods(found: object, name: str) -> None:
-    """Raise a ConfigError if a class or an object lacks a method."""
+    """Raise a ConfigError if a user's class or object lacks ``reset`` or ``step``."""
     for method in METHODS:
         if not callable(getattr(found, method, None)):
             kind = found if isinstance(found, type) else type(found)

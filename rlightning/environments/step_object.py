@@ -62,7 +62,7 @@ class SerialThread:
         return await asyncio.shield(asyncio.wrap_future(future))
 
     def end(self) -> None:
-        """End the thread after its last call."""
+        """End the thread after the calls that are already queued."""
         self._calls.put(None)
 
     def _serve(self) -> None:
@@ -71,9 +71,10 @@ class SerialThread:
 
 
 class StepObject:
-    """Calls the methods of the user's object for one trajectory. The object is ``made``; None until it is constructed.
+    """Calls the methods of a user's object, an environment or a tool, for one trajectory: async methods on the event
+    loop, all others in one thread.
 
-    Its async methods run on the event loop, all others in one thread.
+    ``made`` is the object; None until :meth:`make` has constructed it.
     """
 
     def __init__(self) -> None:
@@ -81,8 +82,10 @@ class StepObject:
         self._thread = SerialThread()
 
     async def make(self, make: Callable[..., object], arguments: Mapping[str, object]) -> None:
-        """Construct the object with ``make``, and store it in ``made``. This runs in the thread, or on the event loop
-        if the object has an async method, since it may then need the loop.
+        """Construct the user's object by calling ``make``, its class or a function, and store it in ``made``.
+
+        This runs in the thread, or on the event loop if ``make`` or one of its methods is async, since it may then need
+        the loop.
         """
 
         def make_here() -> None:
@@ -98,7 +101,7 @@ class StepObject:
             self.made = await await_user_code(awaited)
 
     async def call(self, name: str, /, *arguments: object, **named: object) -> object:
-        """Call a method, and return its result."""
+        """Call the method ``name`` of the user's object, and return its result."""
         method = getattr(self.made, name)
         if inspect.iscoroutinefunction(method):
             return await await_user_code(method(*arguments, **named))
@@ -111,7 +114,9 @@ class StepObject:
         return all(callable(getattr(self.made, name, None)) for name in SNAPSHOT_METHODS)
 
     async def restore(self, state: object) -> None:
-        """Restore the object from a ``snapshot`` of another one; raises a TrajectoryLostError if that fails."""
+        """Call the object's ``restore`` with ``state``, which another object's ``snapshot`` returned; raises a
+        TrajectoryLostError if that fails.
+        """
         try:
             await self.call("restore", state)
         except Exception as error:
@@ -164,7 +169,7 @@ async def _call_here(function: Callable[[], T]) -> T:
 
 
 class Closing:
-    """Closes the objects of ended trajectories without a long wait for any of them, since their methods may hang."""
+    """Closes the user's objects of ended trajectories, and limits the wait for each, since its ``close`` may hang."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

@@ -34,7 +34,9 @@ class TimedSampler(TokenSampler):
 
     @property
     def timings(self) -> dict[str, float]:
-        """The seconds of the trajectory in all, at the engine and in the environment; empty if it was not timed."""
+        """The trajectory's seconds by name: "trajectory" (all), "engine" (while a request runs) and "environment" (the
+        rest); empty if it was not timed.
+        """
         if self._seconds is None and self._began_at is None:
             return {}
         seconds = self._count_seconds() - self.clock.stopped_seconds
@@ -47,7 +49,7 @@ class TimedSampler(TokenSampler):
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Context manager that measures the trajectory's seconds."""
+        """Context manager that adds the time spent in it to the trajectory's seconds."""
         self._began_at = monotonic()
         try:
             yield

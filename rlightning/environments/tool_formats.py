@@ -132,8 +132,8 @@ CHANNEL = re.compile(
 
 
 def split_channels(text: str) -> tuple[str | None, str, str, list[FoundCall]]:
-    """Split a turn of messages with headers (gpt-oss). Return its reasoning (None without any), its content, the
-    content together with the calls as written, and the calls.
+    """Split a gpt-oss turn, a series of messages with headers. Return its reasoning (None without any), its content,
+    the content together with the calls as written, and the calls.
 
     The header of a call names its tool (``to=functions.add``), any other header its channel.
     """
@@ -306,7 +306,7 @@ def load_json(text: str) -> object:
 
 
 def dump_arguments(arguments: Mapping[str, object]) -> str:
-    """Return arguments as JSON."""
+    """Return a tool call's arguments as a JSON text, with non-ASCII characters unescaped."""
     return json.dumps(dict(arguments), ensure_ascii=False)
 
 

@@ -268,7 +268,7 @@ class Tools(Environment):
 
 
 def find_tools(given: object, what: str) -> Iterator[Tool]:
-    """Yield the tool of a function, or of each method of a class; raises a ConfigError without a schema."""
+    """Yield a Tool for a function, or for each public method of a class; raises a ConfigError if that is impossible."""
     if not isinstance(given, type):
         if not inspect.isroutine(given):
             raise ConfigError(f"{what} is a {type(given).__name__}, and no function or class. Name a function.")

@@ -35,7 +35,7 @@ class TurnTotals:
     prefix_cache: PrefixCacheUse = field(default_factory=PrefixCacheUse)
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
-        """Add these trajectories to the sums."""
+        """Add the turns, tokens, seconds and tool calls of ``trajectories`` to the sums."""
         for one in trajectories:
             if "engine" in one.timings:
                 self.num_trajectories += 1

@@ -57,7 +57,9 @@ class RemotePolicy:
         return _read_reply(await self._request("chat", None if tools is None else list(tools), *observations))
 
     async def ask(self, *messages: Message, temperature: float = 0.0, max_new_tokens: int | None = None) -> Reply:
-        """Sample an answer to a separate conversation, without recording it (:meth:`Policy.ask`)."""
+        """Sample a reply of the policy in a separate conversation, which is not part of the trajectory
+        (:meth:`Policy.ask`).
+        """
         with reraise_remote(AskLimitError):
             return _read_reply(await self._request("ask", temperature, max_new_tokens, *messages))
 
@@ -66,11 +68,15 @@ class RemotePolicy:
         return _read_sample(await self._request("sample", [int(token) for token in token_ids]))
 
     async def report(self, outcome: Outcome, state: object = None) -> None:
-        """Send a preliminary outcome and state (:meth:`Policy.report`)."""
+        """Send the trainer a preliminary outcome, valid if the trajectory times out, and a state for checkpoints
+        (:meth:`Policy.report`).
+        """
         await self._request("report", outcome_to_plain(outcome), state)
 
     async def resume(self) -> object:
-        """Continue a saved trajectory, and return its state (:meth:`Policy.resume`)."""
+        """Restore the turns of a trajectory from a checkpoint, and return its reported state; None for a new trajectory
+        (:meth:`Policy.resume`).
+        """
         return await self._request("resume")
 
     async def _request(self, method: str, *arguments: object) -> Any:

@@ -146,8 +146,8 @@ def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def computed_weights(policy: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """Return functions that compute the weights that are not stored in the form in which they are written or sent; the
-    keys are the base model's weight names.
+    """Return, by base weight name, a function for each weight that must be computed before it is written to a file or
+    sent to an engine.
 
     These are matrices into which the adapter is merged, and dequantised matrices. The functions are collectives: every
     rank must call them.

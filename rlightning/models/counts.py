@@ -108,8 +108,8 @@ def cached_numbers(config: PreTrainedConfig, tensor_parallel_size: int = 1) -> i
 
 
 def path_share(config: PreTrainedConfig, *, copies_all: bool = False) -> float:
-    """Return an upper bound on the memory that each further sequence needs for a token of a shared prefix, as a share
-    of the memory that layers keep for a token's backward pass.
+    """Return how much memory, at most, a token of a shared prefix takes for each sequence after the first, as a share
+    of what layers keep for the backward pass of one token.
 
     Layers with a window copy the token's key and value for each sequence, and with ``copies_all`` all layers do. Layers
     keep at least key, value, query, the result of attention, four hidden states and three inner states of the

@@ -98,8 +98,8 @@ def plan_styles(policy: PreTrainedModel) -> dict[str, ParallelStyle]:
 
 
 def check_coverage(policy: PreTrainedModel, planned: set[str]) -> None:
-    """Raise a ConfigError if a parameter beside split layers, such as a norm of attention heads, is missing in the
-    tensor-parallel plan.
+    """Raise a ConfigError if a module has layers that the tensor-parallel plan splits, and a parameter that the plan
+    lacks, such as a norm of attention heads.
 
     Each rank would apply the whole parameter to its part of the activations, and compute only a part of its gradient.
     ``planned`` are the names of the modules to split, within the base model.

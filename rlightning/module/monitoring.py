@@ -49,8 +49,8 @@ class _StandsForModule(Protocol):
 
 
 def adapt_monitoring(callbacks: Iterable[Callback]) -> None:
-    """Change the class of each ``ModelCheckpoint`` and ``EarlyStopping`` in place to this module's version; methods
-    that a user's subclass overrides are kept.
+    """Change the class of each ``ModelCheckpoint`` to :class:`StepCheckpoint`, and of each ``EarlyStopping`` to
+    :class:`StepEarlyStopping`, in place; methods that a user's subclass overrides are kept.
     """
     for callback in callbacks:
         for base, own in ((ModelCheckpoint, StepCheckpoint), (EarlyStopping, StepEarlyStopping)):
@@ -95,8 +95,8 @@ class _Monitor:
         return f"{_name_of(self)}{kwargs!r}"
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        """Raise a ConfigError if no earlier step, with all of its callbacks, has logged the monitored metric, and no
-        validation or end of an epoch can still log it.
+        """Raise a ConfigError if a step has ended, the monitored metric was never logged, and neither the first
+        validation nor the end of the first epoch can still log it.
         """
         if self._has_trained and not self._is_known:
             self._check_name(trainer, pl_module)
@@ -193,7 +193,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         self._save_if_due(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last state."""
+        """Save a checkpoint of the last state, if this callback keeps it; warn if the metric was never logged."""
         self._save_last_state(trainer)
         if self.monitor is not None and self.monitor not in self._metrics(trainer):
             log.warning("%s No checkpoint was chosen by it.", _unknown(self, self.monitor, self._metrics(trainer)))
@@ -299,7 +299,7 @@ class StepEarlyStopping(_Monitor, EarlyStopping):
         self._has_trained = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the metric after a validation."""
+        """Check the metric after a validation, unless it is to be checked at the end of each epoch."""
         self._note_validation(trainer)
         super().on_validation_end(trainer, pl_module)
 
@@ -310,7 +310,7 @@ class StepEarlyStopping(_Monitor, EarlyStopping):
         super().on_train_epoch_end(trainer, pl_module)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the number of checks without improvement, limited to this run's ``patience``."""
+        """Restore the best value and the number of checks without improvement; ``patience`` stays that of this run."""
         patience = self.patience
         super().load_state_dict(state_dict)
         self.patience = patience

@@ -129,8 +129,8 @@ class RLModule(EvaluationSteps):
         return self.rewarder.read_columns(columns) if self._has_own_rewards else list(columns)
 
     def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> None:
-        """Raise a ConfigError if too many reference answers of a prompt set get no reward as completions; called by the
-        data module on rank 0.
+        """Score the reference answers of a prompt set as completions, and raise a ConfigError if too many get no
+        reward; called by the data module on rank 0.
 
         ``where`` returns the file and line of a row, for the error.
         """

@@ -39,7 +39,7 @@ class SavedModule(PromptBatchModule):
 
     @property
     def settings(self) -> dict[str, object]:
-        """The configuration by key, from which the command line has constructed this module; else empty."""
+        """The configuration by key, if the command line has constructed this module; empty if other code has."""
         return dict(self.configuration)
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:

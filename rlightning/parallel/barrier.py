@@ -237,7 +237,8 @@ class _Barrier:
 
 
 def report_arrivals(is_over: Callable[[], bool]) -> str:
-    """Store that a collective failed on this rank, wait for the others to do so, and describe those that do not.
+    """Report in the ranks' key-value store that a collective failed here, wait for the other ranks' reports, and
+    describe the ranks without one.
 
     The ranks without this entry did not take part in the collective, and are probably the cause. The wait is at most
     ``intervals.BARRIER_REPORT_GRACE`` seconds.
@@ -278,7 +279,9 @@ def describe_ranks(ranks: Iterable[int], texts: Mapping[int, str]) -> str:
 
 
 def write_failure(rank: int, text: str) -> None:
-    """Store why a rank failed, such as "failed: ValueError: boom", so that the errors of barriers can quote it."""
+    """Write why a rank failed, such as "failed: ValueError: boom", to the ranks' key-value store, so that the errors of
+    barriers on other ranks can quote it.
+    """
     shared = connection()
     if shared is not None:
         with contextlib.suppress(StoreError):

@@ -37,7 +37,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
-        """Write a single file; called on rank 0 only. After a SaveError (a full disk) an earlier file is kept."""
+        """Write a checkpoint to one file; called on rank 0 only. If a SaveError (a full disk) is raised, an earlier
+        file at ``path`` is kept.
+        """
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -50,7 +52,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> StateDict:
-        """Read a file or a whole sharded folder; raise a DamagedError if rank 0 finds a wrong checksum."""
+        """Read a whole checkpoint (file or sharded folder); raise a DamagedError if rank 0 finds a wrong checksum."""
         if "://" not in str(path):
             path = find_saved(Path(path))
             if global_rank() == 0:
@@ -60,7 +62,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a file or a folder; links to it, such as ``last.ckpt``, then point to the newest remaining one."""
+        """Remove a checkpoint (file or folder); links to it, such as ``last.ckpt``, then point to the newest other."""
         if "://" in str(path):
             super().remove_checkpoint(path)
             return
@@ -108,7 +110,9 @@ class SavedState(NamedTuple):
 
 
 def read_state(path: Path) -> SavedState | None:
-    """Return a checkpoint's step without reading its tensors; return None, and log why, if it cannot be read."""
+    """Return a checkpoint's step, and whether it has optimizer states, without reading tensors; return None, and log
+    why, if it cannot be read.
+    """
     try:
         checkpoint = read_plain(path / META if path.is_dir() else path)
         return SavedState(path, int(checkpoint["global_step"]), "optimizer_states" in checkpoint)

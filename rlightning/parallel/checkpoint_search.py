@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def find_places(root: Path, callbacks: object) -> list[Place]:
-    """Return the folders to which the run in ``root`` saves checkpoints, by its earlier or current configuration.
+    """Return the folders to which the run in ``root`` saves checkpoints, by its saved and its current configuration.
 
     Args:
         callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments; or the objects.

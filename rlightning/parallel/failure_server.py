@@ -122,7 +122,7 @@ class FailureServer:
                 self._announce(found)
 
     async def clean_up(self, rank: int) -> None:
-        """Receive a rank's report that it cleans up after another rank's failure, so that its end is no failure."""
+        """Record that ``rank`` cleans up after another rank's failure, so that its exit does not count as a failure."""
         self.cleaning_up.add(rank)
 
     async def report(self, rank: int, status: JsonObject) -> None:

@@ -250,12 +250,16 @@ class FailureWatch:
         return self._first or own
 
     def give_up(self, error: BaseException) -> Failure:
-        """Report an uncaught error; return the first failure of any rank, whose exit code this process will have."""
+        """Report an uncaught error to all ranks; return the first failure of any rank, with whose exit code this
+        process ends.
+        """
         self._is_fatal = True
         return self.report(error)
 
     def tell_end(self, code: int) -> None:
-        """Tell rank 0 that a signal ends this process, and wait for it; all ranks then end with the same exit code."""
+        """Report to rank 0 that a signal ends this process, and wait for the response; all ranks then end with
+        the same exit code.
+        """
         self._send("fail", asdict(Failure(self.rank, "was ended by a signal", code, is_foreseen=True)), waits=True)
 
     def is_first(self, failure: Failure) -> bool:

@@ -35,7 +35,8 @@ MAX_UNANSWERED = 8
 
 @dataclass(frozen=True)
 class Status:
-    """The status that a rank reports with a heartbeat.
+    """What a heartbeat reports of a rank: what its main thread executes, whether it waits for other ranks, and how long
+    it has made no progress.
 
     Attributes:
         where: what the rank's main thread executes, as in "in save (my.py, line 3)" or "at barrier 'save'".
@@ -63,7 +64,9 @@ class RankState(Heartbeat):
         self.status, self.silent_seconds = status, silent_seconds
 
     def tick(self) -> float:
-        """Count the time since the last call as silence; return the seconds since the rank's last heartbeat."""
+        """Add the time since the last call, at most two intervals, to the rank's seconds without a heartbeat, and
+        return these seconds.
+        """
         self.interval = intervals.HEARTBEAT_INTERVAL
         return super().tick()
 
@@ -145,7 +148,7 @@ class HangWatch(threading.Thread):
                 return
 
     def stop(self) -> None:
-        """Stop sending heartbeats."""
+        """Stop sending heartbeats, and monitoring those of other ranks."""
         self._over.set()
         self._recorder.forward = do_nothing
 
@@ -175,13 +178,17 @@ class HangWatch(threading.Thread):
                     self._send("relay", "kill", status.process, waits=True)
 
     def record_others(self, reason: str) -> None:
-        """Have other ranks write their stack traces to the run's file, and write the last ones of silent ranks."""
+        """Have the other ranks append their stack traces to the run's ``stacks.txt``, and append those last reported by
+        ranks whose heartbeats have stopped.
+        """
         if 0 not in self.find_silent():
             self._send("relay", "record_stacks", reason)
         self.record_silent(reason)
 
     def record_silent(self, reason: str) -> None:
-        """Write the last reported stack traces of silent ranks to the run's file; on ranks above 1 do nothing."""
+        """Append the stack traces last reported by ranks whose heartbeats have stopped to the run's ``stacks.txt``, on
+        ranks 0 and 1; do nothing on others, so that the file does not repeat them.
+        """
         for rank, status in self.find_silent().items() if self.rank <= 1 else ():
             text = f"It does not run. Its main thread was last seen {status.where}:\n{status.stack}"
             self._recorder.append(reason, text, name=f"rank {rank}, seen from rank {self.rank}")
@@ -247,7 +254,8 @@ def find_missing(
 
 
 def is_known(waiting: Sequence[int], missing: Sequence[int], states: Mapping[int, RankState]) -> bool:
-    """Return whether the run must end: a missing rank has no heartbeats, or a waiting rank visibly waits for others.
+    """Return whether it is certain that ranks hang, so that the run must end: a missing rank sends no heartbeats, or a
+    waiting rank is at a barrier or in a collective.
 
     The ranks are the result of :func:`find_missing`.
 

@@ -32,7 +32,7 @@ class HostMemory:
         return sum(size for _, _, size in self._moved)
 
     def take(self, tensors: Iterable[Tensor], device_type: str = "cuda") -> int:
-        """Move the data of ``tensors`` on devices of this type to host memory; return the number of bytes moved."""
+        """Move the data of ``tensors`` on ``device_type`` devices to host memory; return the number of bytes moved."""
         storages = list(_unique_storages(tensors, device_type))
         for device in {storage.device for storage in storages}:
             synchronize(device)  # waits for every stream that still writes to them

@@ -60,7 +60,7 @@ class RankLauncher(SubprocessLauncher):
             raise
 
     def kill(self, signum: int) -> None:
-        """Forward a signal to the ranks started here; SIGKILL only if no failure watch runs, which ends them itself."""
+        """Forward a signal to the ranks started here, but not SIGKILL while a failure watch runs, which ends them."""
         if signum != signal.SIGKILL or active_watch() is None:
             super().kill(signum)
 

@@ -253,7 +253,7 @@ class EndOnSigterm(Callback):
             self._stop.watch()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the handler of Ctrl-C: before training starts, there is nothing to save."""
+        """Handle Ctrl-C like SIGTERM from now on, except in notebooks: before training there is nothing to save."""
         self._allow_interrupt()
         is_main = threading.current_thread() is threading.main_thread()
         is_usual = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -284,7 +284,7 @@ class EndOnSigterm(Callback):
     on_train_batch_end = on_validation_end = _allow_interrupt_if_running
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Set the exit code of Lightning's exception; called after all other callbacks have cleaned up."""
+        """Set the exit code of a SIGTERMException, log how to resume, and restore signal handlers; called last."""
         if isinstance(exception, SIGTERMException) and self._stop is not None:
             exception.code = self._stop.exit_code
         is_asked = isinstance(exception, SIGTERMException | KeyboardInterrupt)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class ConnectedRanks(ParallelStrategy):
-    """Mixin of Lightning strategies of several ranks: named barriers, a CPU group, and an end of all if one fails.
+    """Mixin of multi-rank Lightning strategies: named barriers, a CPU process group, and if one rank fails, all end.
 
     It comes first in the bases, as in ``class DDP(ConnectedRanks, DDPStrategy)``.
 
@@ -72,7 +72,7 @@ class ConnectedRanks(ParallelStrategy):
             self._launcher = RankLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
 
     def setup_environment(self) -> None:
-        """Create the process groups and start the failure watch; every rank must call this.
+        """Create the process groups, and start the FailureWatch that ends all ranks if one fails; a collective.
 
         Raises:
             ConfigError: the ranks cannot connect.
@@ -105,7 +105,7 @@ class ConnectedRanks(ParallelStrategy):
         stop_signal(trainer)
 
     def barrier(self, name: str | None = None, *args: object, **kwargs: object) -> None:
-        """Wait until all ranks have called this, or raise a BarrierError; the default name is the caller's."""
+        """Wait until all ranks have called this, or raise a BarrierError; ``name`` defaults to the calling function."""
         barrier(name or sys._getframe(1).f_code.co_qualname)
 
     def broadcast(self, obj: T, src: int = 0) -> T:

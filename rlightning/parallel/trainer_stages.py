@@ -20,7 +20,7 @@ class ValidatesFirst(Protocol):
 
 
 def prepare_data_at_barrier(trainer: Trainer) -> None:
-    """Have the Trainer run ``prepare_data`` on one process of each host, while the others wait at a named barrier.
+    """Have the Trainer run ``prepare_data`` on one process, of the run or each host; others wait at a named barrier.
 
     This replaces the Trainer's own method, whose barrier has a timeout of 27 years.
     """

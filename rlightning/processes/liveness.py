@@ -60,7 +60,7 @@ class Heartbeat:
         self.silent_seconds = 0.0
 
     def tick(self) -> float:
-        """Add the seconds since the last tick, at most two intervals, to :attr:`silent_seconds`, and return it."""
+        """Add the seconds since the last call, at most ``2 * interval``, to :attr:`silent_seconds`, and return it."""
         now = time.monotonic()
         self.silent_seconds += min(now - self._last_tick, 2 * self.interval)
         self._last_tick = now
@@ -75,7 +75,7 @@ class RestartPolicy:
         self.num_restarts = 0
 
     def take(self) -> bool:
-        """Use one restart of the budget; return False if none was left."""
+        """Take one restart from the budget and return True; return False if none is left."""
         if self.num_restarts >= self.max_restarts:
             return False
         self.num_restarts += 1

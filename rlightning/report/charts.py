@@ -54,7 +54,7 @@ class Axes:
 
 
 def line_chart(title: str, y_label: str, series: Mapping[str, Points], *, from_zero: bool = False) -> str:
-    """Return the SVG of lines over rollout steps.
+    """Return an SVG line chart of one or more metrics over rollout steps.
 
     A single noisy line is drawn thin, with its running mean on top.
 

@@ -25,7 +25,7 @@ class History:
         self._strides: dict[str, int] = {}
 
     def add(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Add a step's metrics; those of a repeated step replace its earlier ones."""
+        """Add a step's metrics; if a resumed run repeats a step, the values from that step on are removed first."""
         for name, raw in metrics.items():
             value = float(raw)
             points = self.series.setdefault(name, [])

@@ -115,7 +115,7 @@ class _TolerantTensorBoard(_Tolerant, TensorBoardLogger):
         return _NullWriter()
 
     def save(self) -> None:
-        """Write the logged data; the next step checks disk space again."""
+        """Write the logged data; the next use of :attr:`experiment` checks the free disk space again."""
         super().save()
         self._has_room = False
 
@@ -217,7 +217,7 @@ class LateLoggers(Callback):
                 getattr(logger, "experiment", None)
 
     def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
-        """Restore the Trainer's loggers; an error may occur before :meth:`setup` has run."""
+        """Restore the Trainer's loggers, in case the error occurred before :meth:`setup`."""
         trainer.loggers = self.loggers
 
 

@@ -36,7 +36,7 @@ _REWARD_TOTALS = {"reward/mean", "reward/std", "reward/no_signal", "reward/faile
 
 @dataclass
 class Run:
-    """The data that the report shows.
+    """The data of one training run from which :func:`render` makes the HTML report.
 
     Attributes:
         name: the heading.
@@ -64,7 +64,7 @@ class Run:
 
 
 def render(run: Run) -> str:
-    """Return the report as HTML."""
+    """Return the HTML page of a run's report."""
     sections = [
         ("Curves", f'<div class="charts">{"".join(charts(run.history))}</div>'),
         ("Time", _time_section(run.history)),
@@ -82,7 +82,7 @@ def render(run: Run) -> str:
 
 
 def charts(history: History) -> list[str]:
-    """Return the charts of all metrics with values."""
+    """Return the report's SVG charts: training, each reward function, validation; those without data are left out."""
     drawn = []
     for title, label, names, from_zero in _CHARTS:
         series = {text: history.series[name] for name, text in names.items() if history.series.get(name)}

@@ -202,7 +202,7 @@ class PredictionFile:
 
 
 def prediction(prompt: Prompt, trajectories: list[Trajectory]) -> dict[str, object]:
-    """Return the JSON object of one prompt; ``index`` comes first."""
+    """Return a prompt and its completions as a JSON object, whose first key is ``index``."""
     return {
         "index": prompt.index,
         "prompt": prompt.text,

@@ -20,7 +20,7 @@ PROMPTS_PER_ROW_GROUP = 64
 
 
 def encode_trajectories(trajectories: list[Trajectory]) -> str:
-    """Return the table of one prompt's trajectories as base64 text, for :func:`write_predictions`. Their step is 0."""
+    """Return one prompt's trajectories as an Arrow table in base64, for :func:`write_predictions`; ``step`` is 0."""
     return _encode(trajectory_table(RolloutBatch.pack([trajectories]), step=0))
 
 

@@ -25,7 +25,7 @@ _STEP_FILE = re.compile(r"step_(\d+)(\.rank\d+)?\.parquet")
 
 
 class Record(NamedTuple):
-    """A trajectory as read from a file.
+    """A trajectory as read from a trajectory file, with its step, group, reward and advantage.
 
     Attributes:
         step: the rollout step, counted from 1; 0 in a prediction.
@@ -125,7 +125,7 @@ def _branches(batch: RolloutBatch, kind: "pyarrow.ListType") -> "pyarrow.Array":
 
 
 def schema(functions: Sequence[str]) -> "pyarrow.Schema":
-    """Return the columns of the files and their types.
+    """Return the Arrow schema of the trajectory files: the names and types of their columns.
 
     Args:
         functions: names of the reward functions, each of which has a column.

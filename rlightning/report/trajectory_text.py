@@ -77,7 +77,7 @@ def to_data(scored: ScoredTrajectory) -> dict[str, object]:
 
 
 def first_turns(trajectory: Trajectory) -> dict[int, list[Branch]]:
-    """Return all branches but the first, grouped by the index of the first turn that was sampled in each.
+    """Return the branches after the first, by the index of the turn at which each begins: the first one sampled in it.
 
     Earlier turns in a branch are history.
     """

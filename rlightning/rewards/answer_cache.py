@@ -13,7 +13,7 @@ LOCK_TIMEOUT = 5.0
 
 
 class AnswerCache:
-    """A judge's answers by a key of their request, in an SQLite file. A failure of the file is logged once, not raised.
+    """A cache of a judge's answers, by request, in an SQLite file; errors while in use are logged once, not raised.
 
     Args:
         path: the file, which is created if it does not exist.
@@ -35,7 +35,7 @@ class AnswerCache:
             ) from error
 
     def read(self, key: str) -> str | None:
-        """Return the cached answer of a key; None if there is none."""
+        """Return the judge's cached answer to the request with this key; None if there is none."""
         try:
             row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
         except sqlite3.Error as error:
@@ -44,14 +44,14 @@ class AnswerCache:
         return None if row is None else str(row[0])
 
     def write(self, key: str, answer: str) -> None:
-        """Store the answer of a key."""
+        """Store the judge's answer to the request with this key."""
         try:
             self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
         except (sqlite3.Error, UnicodeEncodeError) as error:
             self._warn(error)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the SQLite file."""
         self._database.close()
 
     def _warn(self, error: Exception) -> None:

@@ -112,7 +112,7 @@ class BoundReward:
 
 
 def bind_rewards(rewards: Sequence[Reward] | Reward) -> list[BoundReward]:
-    """Import and check reward functions, and return a BoundReward for each; one may be given without a list.
+    """Import and check one or several reward functions, and return a BoundReward for each.
 
     Raises:
         ConfigError: a function is invalid, or its name is not unique or is reserved.

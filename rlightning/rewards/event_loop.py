@@ -27,7 +27,7 @@ MAX_CONCURRENT = 64
 
 
 class CallRunner:
-    """Runs calls on an event loop, each with the timeout of its function.
+    """Runs calls of reward functions on an asyncio event loop, each with its own timeout.
 
     Args:
         loop: event loop that runs the calls.
@@ -50,7 +50,7 @@ class CallRunner:
     async def run(
         self, key: int, function: RewardCallable, arguments: Mapping[str, object], timeout: float
     ) -> RewardResult:
-        """Run a call and return its outcome; a call that exceeds its timeout is cancelled."""
+        """Call a reward function and return its result; at its timeout, cancel it and return a failed result."""
         CALL.set(key)
         self.timeouts[key] = timeout
         # A wrapper of an async def may return its coroutine, or run it on its own loop, which a running loop forbids.
@@ -77,7 +77,7 @@ class CallRunner:
         await self._loop.shutdown_asyncgens()
 
     async def wait_cancelled(self) -> None:
-        """Wait for cancelled tasks to clean up."""
+        """Wait until the calls' cancelled tasks have cleaned up, at most ``intervals.CANCEL_GRACE`` seconds."""
         tasks = [task for task in call_tasks(self._loop) if task.cancelling()]
         if tasks:
             await asyncio.wait(tasks, timeout=intervals.CANCEL_GRACE)
@@ -170,7 +170,7 @@ class RewardThread(LoopThread):
     async def execute(
         self, function: RewardCallable, arguments: Mapping[str, object], timeout: float
     ) -> RewardResult | None:
-        """Run a call, from another loop; the call fails if it blocks this loop for longer than its timeout.
+        """Run a call on this loop for a caller on another loop; it fails if it blocks this loop beyond its timeout.
 
         Other calls wait for the blocked loop for up to the same time again. If a callback, not a task, blocks the loop,
         all running calls count as the cause.

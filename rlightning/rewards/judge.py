@@ -178,7 +178,7 @@ class Judge(CheckedArguments):
         return score if self.lowest <= score <= self.highest else math.nan
 
     def write(self, given: Mapping[str, object]) -> list[dict[str, str]]:
-        """Return the chat messages of a request: the system message, if any, and the rubric filled with ``given``."""
+        """Return a request's chat messages: a system message, if any, and the rubric with values from ``given``."""
         values = dict(given)
         if isinstance(turns := given.get("turns"), list):
             values["turns"] = "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in turns)
@@ -305,7 +305,7 @@ def read_fields(rubric: str) -> Iterator[str]:
 
 
 def read_answer(text: str) -> str:
-    """Return the text in an API response.
+    """Return the judge's text from an API response, which is a chat completion in JSON.
 
     Raises:
         JudgeError: the response contains no text, or only a part of it.
@@ -321,7 +321,7 @@ def read_answer(text: str) -> str:
 
 
 def read_answer_text(answer: str, reason: str | None) -> str:
-    """Return the text of the judge's answer, which must be complete.
+    """Return the judge's text unchanged; raise a JudgeError if its ``finish_reason`` is "length".
 
     Raises:
         JudgeError: the text is incomplete.

@@ -18,7 +18,7 @@ def import_function(path: str) -> object:
 
 
 def check_kind(function: object, name: str) -> RewardCallable:
-    """Return ``function`` unchanged if it can be called as a reward function; ``name`` is for the error.
+    """Return ``function`` if it can be called as a reward function; else raise a ConfigError that calls it ``name``.
 
     Raises:
         ConfigError: the object is not callable, or is a class, a method without its object, or a generator.

@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=RewardCallable)
 
 
 class AnswerCheck(NamedTuple):
-    """Settings of an :func:`answer_checker`: how it is called to score a reference answer as if it were a completion.
+    """Settings of an :func:`answer_checker`: its parameter for the reference, and how a reference becomes a completion.
 
     Attributes:
         parameter: the function's parameter for the reference.
@@ -33,7 +33,7 @@ class AnswerCheck(NamedTuple):
     completion: str
 
     def make_completion(self, reference: object) -> str:
-        """Return a completion with the reference as its answer; several answers are joined."""
+        """Return a completion whose answer is the reference; several reference answers are joined by commas."""
         shown: object = ", ".join(map(str, reference)) if isinstance(reference, list | tuple) else reference
         return self.completion.format(shown)
 
@@ -86,7 +86,7 @@ def report_unrewarded(
     where: Callable[[int], str],
     max_share: float,
 ) -> None:
-    """Log the references that get no reward from their own answer checker.
+    """Warn of reference answers that their own answer checker gives no reward; too large a share of them is an error.
 
     Args:
         outcomes: results by the prompt's index; prompts to which the function does not apply are not counted.

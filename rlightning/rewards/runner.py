@@ -138,7 +138,7 @@ class RewardRunner:
 
     @contextmanager
     def counting(self, failures: FailureCount) -> Iterator[None]:
-        """Context manager that adds the failures of all :meth:`score` calls in it to ``failures``."""
+        """Context manager in which :meth:`score` counts failures in ``failures``, whose limit applies to all calls."""
         before, self._failures = self._failures, failures
         try:
             yield

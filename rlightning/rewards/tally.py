@@ -20,7 +20,7 @@ in the gradient's norm overflows float32 beyond some 1e18, so that the step woul
 
 
 class RewardScores(NamedTuple):
-    """The rewards and scores of ``N`` samples.
+    """The rewards of ``N`` samples, and each reward function's scores, of which the rewards are weighted sums.
 
     Attributes:
         rewards: [N] float64, the weighted sums; NaN where a function failed, or none applied.

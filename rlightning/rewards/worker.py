@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Setup(NamedTuple):
-    """The message with which a worker process is set up.
+    """The first message to a worker process: its reward functions, pickled, and the sources of their modules.
 
     Attributes:
         is_async: whether the functions are async.
@@ -39,7 +39,7 @@ class Setup(NamedTuple):
 
 
 class RewardWorker:
-    """Runs the calls that this process receives.
+    """Runs reward functions in a child process of the trainer, which calls them by RPC.
 
     The event loop is stopped while a sync function runs, since the function may run an event loop itself.
     """
@@ -52,7 +52,7 @@ class RewardWorker:
         self._jobs: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
 
     def run(self) -> None:
-        """Run calls until the pool ends this process."""
+        """Connect to the trainer's pool, and run the reward calls that it sends until it ends this process."""
         methods: dict[str, Method] = {"setup": self._set_up, "call": self._call, "finish": self._finish}
         parent = self._loop.run_until_complete(self._worker.connect(methods))
         self._run_job()  # the set-up
@@ -120,5 +120,5 @@ def _import(pickled: bytes) -> RewardCallable | RewardResult:
 
 
 def main() -> None:
-    """Run calls until the pool ends this process."""
+    """Run reward calls in this worker process until the trainer's pool ends it."""
     RewardWorker().run()

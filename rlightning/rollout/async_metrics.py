@@ -37,7 +37,7 @@ class StepTotals:
     engine_idle_seconds: float = 0.0
 
     def metrics(self, max_staleness: int, weight_version: int) -> dict[str, float]:
-        """Return the metrics of a step that updates weights of ``weight_version``, by the names of docs/metrics.md."""
+        """Return the step's metrics, as in docs/metrics.md; ``weight_version`` is that of the weights it updates."""
         age = np.concatenate([np.zeros(0, np.int64), *self.staleness])
         shares = np.bincount(age, minlength=max_staleness + 1) / max(len(age), 1)
         mean, oldest = (float(age.mean()), float(age.max())) if len(age) else (0.0, 0.0)

@@ -250,7 +250,7 @@ class Verification:
         self.canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
     def needs_proof(self, module: SampledPolicy, engines: Sequence[VerifiedSampler]) -> bool:
-        """Return whether a living engine on any rank has not yet been shown to apply the adapter.
+        """Return whether a living engine on any rank has passed no check yet that it applies the LoRA adapter.
 
         False without verification or adapter. Every rank must call it.
         """

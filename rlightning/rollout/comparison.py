@@ -36,7 +36,7 @@ class Comparison(NamedTuple):
 
 
 class WayBack(NamedTuple):
-    """An estimate of how far an engine's weights are on the way from the current weights back to the former ones.
+    """An estimate of which share of the update from the former to the current weights an engine lacks.
 
     Attributes:
         length: distance between the actor's log-probabilities under both weights, root mean square in nats.
@@ -63,7 +63,7 @@ class Findings(NamedTuple):
 
 
 def compare(actor: Floats, engine: Floats) -> Comparison:
-    """Return two root mean square differences in nats, to tell an engine's error from the actor's own noise.
+    """Return the root mean square differences, in nats, between engine and actor and between the actor's evaluations.
 
     One is between the engine's log-probabilities and the actor's K evaluations, the other, plus ``LEAST_NOISE``,
     between pairs of the actor's evaluations. Both leave out the tokens that differ most.

@@ -78,7 +78,7 @@ class KeyValueCache:
         return keys[:num_rows, :, :length], values[:num_rows, :, :length]
 
     def move(self, source: int, destination: int) -> None:
-        """Copy a row over another row."""
+        """Copy one row's keys and values over another row's, in all layers."""
         for held in (tensor for pair in self._layers.values() for tensor in pair):
             held[destination] = held[source]
 
@@ -177,7 +177,7 @@ def build_model(config: PreTrainedConfig, device: torch.device, dtype: torch.dty
 def predict_after_prompts(
     model: PreTrainedModel, cache: KeyValueCache, prompts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Compute prompts, and return the logits [N, V] of the token after each prompt.
+    """Run a forward pass over prompts, fill their rows of the cache, and return the logits [N, V] after each prompt.
 
     Args:
         model: a model from :func:`build_model`.
@@ -213,7 +213,7 @@ def predict_after_prompts(
 
 
 def predict_next(model: PreTrainedModel, cache: KeyValueCache, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Compute one token of each of the cache's first N rows, and return the logits [N, V] of the next token of each.
+    """Run a forward pass of one token for each of the cache's first N rows; return the logits [N, V] of the next ones.
 
     Args:
         model: a model from :func:`build_model`.

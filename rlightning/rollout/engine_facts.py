@@ -32,7 +32,7 @@ class EngineFacts(TypedDict, total=False):
 
 
 def make_facts(**facts: Unpack[EngineFacts]) -> EngineFacts:
-    """Return facts with the versions of rlightning and transformers added."""
+    """Return an engine's facts together with this process's versions of rlightning and transformers."""
     return {"rlightning": _own_version(), "transformers": version("transformers"), **facts}
 
 

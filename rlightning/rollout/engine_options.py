@@ -104,7 +104,7 @@ class EngineOptions:
         return int(self.arguments.get("tensor_parallel_size") or 1)
 
     def prompts_ahead(self, prompts_per_step: int) -> int:
-        """Return the number of prompts in flight beyond those of a step."""
+        """Return the number of prompts in flight beyond one step's, which ``max_staleness`` and ``oversample`` set."""
         return self.max_staleness * prompts_per_step + math.ceil(self.oversample * prompts_per_step)
 
     def describe(self, config: EngineConfig, num_engines: int) -> str:
@@ -359,7 +359,9 @@ def usual_arguments(module: SampledPolicy, sampling: Sampling, number: int) -> E
 def derive_length(
     module: SampledPolicy, sampling: Sampling, max_prompt_tokens: int | None, given: EngineArguments
 ) -> int:
-    """Return ``max_model_len``: the user's value, or the length of the longest prompt with the longest completion.
+    """Return ``max_model_len``: the user's, else that of the longest prompt and completion, at most the model's limit.
+
+    Without ``max_prompt_tokens``, the default is the model's limit.
 
     Raises:
         ConfigError: the user's value is smaller than that length, or larger than the model's number of positions.

@@ -106,7 +106,7 @@ class RelayConnection:
         return await peer.call("request", number, method, *arguments)
 
     async def connect(self) -> rpc.Peer:
-        """Return the connected peer, on the background event loop."""
+        """Return the RPC peer of the other rank's relay, connecting if necessary; on the background event loop."""
         async with self._lock:
             if self._peer is None or self._peer.closed.done():
                 self._peer = await rpc.connect(
@@ -115,7 +115,7 @@ class RelayConnection:
             return self._peer
 
     async def close(self) -> None:
-        """End the connection."""
+        """Close the connection to the other rank's relay, if there is one."""
         if self._peer is not None:
             await self._peer.close()
 

@@ -48,7 +48,7 @@ SavedGroups = dict[str, list[SavedGroup]]
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """One prompt with its trajectories.
+    """One prompt with its trajectories: a group that is waiting, running or finished.
 
     Attributes:
         prompt: the prompt to complete.
@@ -71,14 +71,17 @@ class Group:
     saved: list[Any] | None = None
 
     def requeue(self) -> None:
-        """Drop the sampled trajectories, and change the random stream, since the same one could take as long again."""
+        """Discard the group's trajectories, so that it waits to be sampled again, from another random stream.
+
+        Trajectories of the same stream could take as long again.
+        """
         self.first_weight_version = self.trajectories = self.settings = self.saved = None
         self.stream += SEED_OFFSET_PER_ATTEMPT
 
 
 @dataclass(slots=True)
 class InFlight:
-    """The groups in flight, in the order of their admission.
+    """The groups in flight, in the order in which their prompts were added.
 
     Args:
         max_staleness: maximum staleness of a token when it is trained on, in updates.
@@ -119,7 +122,7 @@ class InFlight:
         return len(self._finished)
 
     def add(self, prompts: Iterable[tuple[Prompt, int]]) -> None:
-        """Add prompts, each with the number of its random stream."""
+        """Add prompts, each with the number of its random stream, as groups that wait to be sampled."""
         for prompt, stream in prompts:
             self._groups.append(Group(prompt, stream, self._num_added))
             self._num_added += 1
@@ -167,13 +170,13 @@ class InFlight:
         return running
 
     def requeue_all(self) -> tuple[int, list[Group]]:
-        """Requeue all running and finished groups; return their number, and those that were running."""
+        """Requeue all running and finished groups; return their number, and a list of the running ones."""
         waiting = set(self.waiting)
         started = [group for group in self._groups if group not in waiting]
         return len(started), self._requeue(started)
 
     def suspend(self) -> None:
-        """Requeue the running groups without saved progress."""
+        """Requeue the running groups that have no saved trajectories from which sampling could continue."""
         self._requeue([group for group in self.running if group.saved is None])
 
     def select_ready(self, num_groups: int, weight_version: int, *, per_step: int, room: int) -> list[Group]:
@@ -244,7 +247,7 @@ class InFlight:
         self._at_step_start = list(self._groups)
 
     def end_step(self) -> None:
-        """Drop the copy of :meth:`begin_step`: the step has ended."""
+        """Discard the list that :meth:`begin_step` keeps for checkpoints, because the step has ended."""
         self._at_step_start = None
 
     def state_dict(self, *, at_step_start: bool = True) -> SavedGroups:

@@ -30,7 +30,7 @@ class PrefixCacheUse:
         self.num_cached += outputs[0].get("num_cached_tokens", 0)
 
     def add(self, other: "PrefixCacheUse") -> None:
-        """Add another object's counts."""
+        """Add the counts of ``other``, such as another engine's, to these."""
         self.num_tokens += other.num_tokens
         self.num_cached += other.num_cached
 

@@ -200,7 +200,7 @@ class RankEngines(RankSamplers):
             pool.shutdown(wait=False)  # an interrupted run need not wait for engines, which are ended next
 
     def close(self) -> None:
-        """End the engines, and release the bucket's memory. May be called twice, and on only one rank."""
+        """End the engines, and free the bucket of weights. May be called twice; not a collective."""
         for engine in self.samplers:
             engine.close()
         if self._updater is not None:

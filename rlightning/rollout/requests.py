@@ -22,7 +22,7 @@ PromptStream = tuple[Prompt, int]
 
 
 class RandomStreams:
-    """Draws the numbers of prompts' random streams. Each rank has an instance; :meth:`draw` is a collective.
+    """Draws for each prompt the number of a random stream, which seeds its sampling. Each rank has an instance.
 
     A number is unique to a prompt, a weight version and a purpose (training or validation), and to each repetition of
     the prompt, on any rank or in a refill. A resumed run draws the same numbers, on any number of ranks.
@@ -33,7 +33,7 @@ class RandomStreams:
         self._num_drawn: Counter[int] = Counter()  # samples drawn of each prompt since begin()
 
     def begin(self, purpose: Purpose) -> None:
-        """Set the purpose of the next streams, and reset the counts of prompts; called before a step or validation."""
+        """Set whether the next streams are for training or validation, and count each prompt's repetitions anew."""
         self.purpose = purpose
         self._num_drawn.clear()
 

@@ -150,7 +150,7 @@ class Generator(Protocol):
         on_completed: OnCompleted | None = None,
         take_prompts: TakePrompts | None = None,
     ) -> list[list[Trajectory]]:
-        """Add prompts to those in flight; return the trajectories of as many finished ones, perhaps of earlier calls.
+        """Add prompts to those in flight; return trajectories of equally many finished ones, perhaps of earlier calls.
 
         Args:
             prompts: this rank's prompts.

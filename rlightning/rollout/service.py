@@ -31,7 +31,7 @@ MAX_RESTARTS = 3
 
 
 class Client:
-    """Serves one connected trainer.
+    """The server's side of one trainer's connection: forwards the trainer's calls to the engine.
 
     Args:
         engine: an engine that is up.

@@ -276,7 +276,7 @@ class Peer:
 
 
 async def limit(work: Awaitable[T], seconds: float) -> T:
-    """Await ``work`` and return its result; cancel it after this number of seconds.
+    """Await ``work`` and return its result; after ``seconds``, cancel it and raise a TimeoutError.
 
     Raises:
         TimeoutError: the time has passed.

@@ -41,13 +41,13 @@ class ProgressFile:
 
     @classmethod
     def create(cls) -> "ProgressFile":
-        """Return a new file, whose descriptor ``fd`` a child process can inherit."""
+        """Return a ProgressFile of new shared memory, whose descriptor ``fd`` a child process can inherit."""
         fd = os.memfd_create("rlightning-progress")
         os.pwrite(fd, _FIELDS.pack(0, 0, 0), 0)
         return cls(fd)
 
     def show(self, call: int, is_executing: bool) -> None:
-        """Record that a step of an RPC call begins (``is_executing``) or has ended; ``call=0``: the call as before."""
+        """Record that a step of an RPC call begins (``is_executing``) or has ended; ``call=0`` is the last call."""
         self._num_steps += 1
         self._call = call or self._call
         os.pwrite(self.fd, _FIELDS.pack(self._num_steps, self._call, is_executing), 0)
@@ -58,12 +58,12 @@ class ProgressFile:
         return Progress(num_steps, call, bool(is_executing))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close this process's descriptor of the shared memory."""
         os.close(self.fd)
 
 
 def track_tasks(loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], None]) -> None:
-    """Have the loop call ``show`` before and after each step of RPC calls' tasks that are created from now on.
+    """Have an event loop call ``show`` before and after each step of a task that an RPC call creates from now on.
 
     ``show(key, True)`` is called before each step of a task, with the key of its call (:data:`CALL`), and
     ``show(0, False)`` after it.
@@ -77,7 +77,7 @@ def track_tasks(loop: asyncio.AbstractEventLoop, show: Callable[[int, bool], Non
 
 
 def call_tasks(loop: asyncio.AbstractEventLoop) -> "set[asyncio.Task[object]]":
-    """Return the unfinished tasks of calls, and the tasks that these have created."""
+    """Return the loop's unfinished tasks that belong to RPC calls, also those that such tasks have created."""
     return {task for task in asyncio.all_tasks(loop) if isinstance(task.get_coro(), _Steps)}
 
 

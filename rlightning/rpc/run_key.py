@@ -12,7 +12,7 @@ OLD_VARIABLE = "RLIGHTNING_ENGINE_TOKEN"
 
 
 def read_key() -> bytes | None:
-    """Return the key from the environment; None if it is not set.
+    """Return the run's key, which trainer and engines share, from the environment; None if it is not set.
 
     Raises:
         ConfigError: the variable's name in earlier versions is set instead.
@@ -23,7 +23,7 @@ def read_key() -> bytes | None:
 
 
 def environment_without_key() -> dict[str, str]:
-    """Return the environment variables without the key, for programs that do not need it."""
+    """Return this process's environment variables without the run's key, for programs that do not need it."""
     return {name: value for name, value in os.environ.items() if name != RUN_KEY_VARIABLE}
 
 
@@ -37,7 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_key(host: str, name: str) -> None:
-    """Raise a ConfigError for a host other than this one without a key; ``name`` is the option that sets ``host``."""
+    """Raise a ConfigError if ``host``, the value of option ``name``, is no loopback address and there is no run key."""
     if read_key() is None and not is_loopback(host):
         raise ConfigError(
             f"{name}={host} is no loopback address, and any client could use what is served there. Set the "

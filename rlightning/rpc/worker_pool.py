@@ -108,7 +108,7 @@ class WorkerPool:
         self.deaths = RestartPolicy(MAX_UNEXPLAINED_DEATHS)
 
     async def check(self) -> None:
-        """Start all workers in advance, and return when one is ready.
+        """Start all worker processes now instead of at the first calls, and return when one is ready.
 
         Raises:
             ProcessStartError: no worker started.
@@ -268,7 +268,7 @@ class _Call:
         self._requests: set[asyncio.Task[Any]] = set()
 
     async def serve(self, method: str, *arguments: object) -> object:
-        """Run one of this call's ``methods``, which the worker has requested, and return its result."""
+        """Run the one of this call's ``methods`` that the worker has requested by RPC, and return its result."""
         request = asyncio.ensure_future(self.methods[method](*arguments))
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
@@ -302,7 +302,7 @@ class _End(NamedTuple):
     may_repeat: bool
 
     def error_of(self, key: int) -> WorkerLostError:
-        """Return the error of the call ``key``, whose worker has ended; a bystander's if another call was the cause."""
+        """Return the error of call ``key`` of this worker, marked ``is_bystander`` if another call ended the worker."""
         is_bystander = self.culprit not in (None, key)
         return type(self.error)(str(self.error), self.error.stacks, is_bystander=is_bystander)
 
@@ -333,7 +333,7 @@ class _Worker:
         self._excess: str | None = None
 
     def has_capacity(self, call: _Call, max_calls: int) -> bool:
-        """Return whether the worker is ready and has fewer than ``max_calls`` calls; none if a call must run alone."""
+        """Return whether the worker is ready and may run one more call; a call with ``is_alone`` runs with no other."""
         if self.peer is None or self.peer.closed.done() or self._is_hung or self._excess:
             return False
         if call.is_alone or any(other.is_alone for other in self.calls.values()):
@@ -422,7 +422,7 @@ class _Worker:
                 await self.peer.call("finish", timeout=timeout)
 
     async def end(self) -> None:
-        """End the process, and set the result of ``ended``: how it ended, and the call that was the cause, if known."""
+        """End the process, and report by the future ``ended`` how it ended and, if known, which call was the cause."""
         progress, how = self._progress.read(), ""
         if self._process is not None and self._connected is not None:
             how = await end_process(self._process, self._connected)

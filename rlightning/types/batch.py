@@ -177,7 +177,7 @@ class RolloutBatch:
         return cls.pack(groups)
 
     def token_arrays(self) -> dict[str, NDArray[np.generic]]:
-        """Return the per-token values, [T] each, by the names of a branch's attributes."""
+        """Return the batch's per-token values as NumPy arrays [T], by the names of :class:`Branch`'s attributes."""
         values = field_values(self)
         return {source: values[name].cpu().numpy() for name, source, _ in TOKEN_FIELDS}
 

@@ -72,7 +72,7 @@ class Buffers:
     __slots__: tuple[str, ...] = ()
 
     def attributes(self) -> dict[str, object]:
-        """Return all attributes by name."""
+        """Return the values of all ``__slots__``, also those of base classes, by name."""
         names = [name for kind in type(self).__mro__ for name in vars(kind).get("__slots__", ())]
         return {name: getattr(self, name) for name in names}
 
@@ -171,7 +171,7 @@ class Branch(Buffers):
         self.turns: array[int] = array("i")
 
     def arrays(self) -> dict[str, array[int] | array[float]]:
-        """Return the values of the branch's tokens, [L] each, by the names of the attributes."""
+        """Return the branch's arrays with one value for each token, [L] each, by attribute name."""
         return {name: value for name, value in self.attributes().items() if isinstance(value, array)}
 
     def append(self, token_ids: Sequence[int], turn: int = -1) -> None:

@@ -180,8 +180,8 @@ class EpisodeAssembly:
         self._traces: dict[str, JsonObject] = {}
 
     def apply(self, delta: JsonObject) -> bool:
-        """Add a message of the server to its trace, or discard the trace if the message says so; return whether a trace
-        begins.
+        """Add an update to the trace that it names, or discard that trace if the update says so; return whether the
+        trace is new.
         """
         name = delta["trace"]
         if delta.get("discard"):

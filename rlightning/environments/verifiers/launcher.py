@@ -22,8 +22,8 @@ GRACE = 10.0
 
 
 class Announcement:
-    """Given to verifiers' server as the queue for its address: when the address is put there, tells the trainer that
-    the server listens.
+    """Replaces the queue into which verifiers' server puts its address once it listens: reports to the trainer, through
+    a socket, that the server listens.
     """
 
     def __init__(self, trainer: socket.socket, found: JsonObject) -> None:
@@ -34,21 +34,21 @@ class Announcement:
         self.tell(self.found)
 
     def tell(self, found: JsonObject) -> None:
-        """Send the trainer a message as a line of JSON, unless one was sent before."""
+        """Send ``found`` to the trainer as a line of JSON; only the first call sends, later calls do nothing."""
         if not self.is_made:
             self.is_made = True
             self.trainer.sendall(json.dumps(found).encode() + b"\n")
 
 
 class Lifeline:
-    """Given to verifiers' server as the pipe that closes with its parent; waits for the trainer's exit instead."""
+    """Replaces the pipe by which verifiers' server detects its parent's exit; detects the trainer's exit instead."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def recv(self) -> None:
-        """Wait until the trainer has exited, and return, so that the server ends; kill it after :data:`GRACE` seconds
-        if it has not.
+        """Wait until the trainer has exited, then return, so that the server ends; a timer kills the server if it has
+        not ended after :data:`GRACE` seconds.
         """
         while os.read(self.descriptor, 1):
             pass
@@ -85,7 +85,7 @@ def serve(config: JsonObject, address: str, announcement: Announcement, lifeline
 
 
 def run_here(config: JsonObject) -> list[str]:
-    """Change ``config`` so that agents' harnesses run as processes of this host where it names no other runtime; return
+    """Set each agent's runtime in ``config`` to a subprocess on this host, unless ``config`` names a runtime; return
     the agents' names.
 
     Verifiers' own default is a remote service.

@@ -145,8 +145,8 @@ class EnvironmentServer:
 
     @asynccontextmanager
     async def running(self, request: JsonObject) -> AsyncIterator["asyncio.Queue[Event]"]:
-        """Context manager that starts a task and yields the queue of its messages; exiting before the last message
-        cancels the task.
+        """Context manager that has the server run a task, and yields the queue of the server's messages about it;
+        exiting before the last message cancels the task.
         """
         name = secrets.token_hex(8)
         events = self.runs[name] = asyncio.Queue()

@@ -27,7 +27,7 @@ from rlightning.rewards.answers.units import units_differ
 
 
 def answers_equal(reference: Answer, given: Answer) -> bool:
-    """Return whether the answer ``given`` equals the answer ``reference``.
+    """Return whether ``given``, the answer in a completion, equals the reference answer.
 
     The comparison is not symmetric: if the reference is a bare value, the given answer may name it, as in ``x = 5``. If
     the reference names its value, the given answer may be a bare value only if there is a single name.

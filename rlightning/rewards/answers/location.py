@@ -27,7 +27,7 @@ MAX_TAG_WORDS = 3
 
 
 def find_mark(text: str) -> Mark | None:
-    """Return the last marked answer: in a box, after ``#### `` as in GSM8K, in ``<answer>`` or after ``[answer]``.
+    """Return the last marked answer: in a LaTeX box, after ``#### `` (GSM8K), in ``<answer>`` or after ``[answer]``.
 
     An empty box counts as a mark, with an empty answer.
     """
@@ -55,7 +55,7 @@ def find_answer(text: str) -> Answer | None:
 
 
 def read_reference(text: str) -> Answer | None:
-    """Return the answer of a reference: the marked one, else the one that a sentence states, else the whole text."""
+    """Return the answer in a reference solution: the marked one, else one stated in a sentence, else the whole text."""
     mark = find_mark(text)
     return _read_marked(text if mark is None else mark.content)
 

@@ -69,7 +69,7 @@ class Number:
     unit: str = ""
 
     def equals(self, other: "Number") -> bool:
-        """Return whether two numbers are equal. A percent sign means 1/100, or is a unit that the question asks for."""
+        """Return whether two numbers are equal up to rounding; with a percent sign, 5% also equals 5 and 0.05."""
         if units_differ(self.unit, other.unit):
             return False
         if self.is_percent == other.is_percent:

@@ -162,7 +162,7 @@ def _stated_truth(text: str) -> Answer | None:
 
 
 def is_prose(text: str, answer: Answer) -> bool:
-    """Return whether a text has other words besides its answer."""
+    """Return whether a text contains words beyond those of ``answer``, as a sentence does."""
     if isinstance(answer, Number | Choice | Based):
         return False
     # In a formula, two letters after a digit are a product, and dx a differential.

@@ -31,7 +31,7 @@ class ArgumentsRefusedError(ValueError):
 
 
 def set_variables() -> None:
-    """Set the environment variables that vLLM reads in this process and in its core's."""
+    """Set the environment variables that vLLM reads in this process and in its core, a child process."""
     # Outputs of a step are processed in one piece, so that an empty queue means that all of them have been processed.
     os.environ["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"] = str(ALL_AT_ONCE)
     # Outputs of a step are sent in one frame. Until July 2026 vLLM's core wrote the next message over the first of

@@ -18,13 +18,13 @@ class TokenVersions:
         self._starts: dict[str, list[list[tuple[int, int]]]] = {}
 
     def begin(self, request_id: str, num_samples: int) -> None:
-        """Record a request that is about to be sampled."""
+        """Record that a new request's tokens are sampled by the current weight version, until it changes."""
         if self.current is None:
             raise RuntimeError("The engine has not been sent any weights yet: its own are random. Load some.")
         self._starts[request_id] = [[(0, self.current)] for _ in range(num_samples)]
 
     def activate(self, weight_version: int, num_tokens: Iterable[tuple[str, int, int]]) -> None:
-        """Set the version of the tokens that are sampled from now on.
+        """Set the weight version of all tokens that are sampled from now on.
 
         Args:
             weight_version: version of the new weights.
@@ -37,7 +37,7 @@ class TokenVersions:
                 self._starts[request_id][sample].append((count, weight_version))
 
     def end(self, request_id: str, lengths: Sequence[int]) -> list[NDArray[np.int32]]:
-        """Remove a request, and return the weight versions of its tokens.
+        """Remove a finished request, and return the weight version that sampled each of its tokens.
 
         Returns:
             For each sample the version of each token; empty if :meth:`begin` was not called.

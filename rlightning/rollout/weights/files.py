@@ -82,7 +82,7 @@ class FileSender(WeightSender):
 
 
 class FileReceiver(WeightReceiver):
-    """Reads chunks from files.
+    """Reads each chunk of weights from the file that a :class:`FileSender` has written.
 
     A network file system may show a file late, or an old file of the same name. Hence each file contains the number of
     its sync.

@@ -45,7 +45,7 @@ class Place:
 
 
 class RendezvousServer:
-    """Contains the store of one process group, and serves it to the members.
+    """Serves a key-value store, as in torch.distributed, by which the members of one process group find each other.
 
     Args:
         host: the only address of this machine on which the server listens.
@@ -104,7 +104,7 @@ async def _answer(operation: Callable[..., object], *arguments: object) -> objec
 
 
 class RemoteStore(Store):  # type: ignore[misc]
-    """torch's Store on a :class:`RendezvousServer`, for any thread except that of the background event loop."""
+    """A client of a :class:`RendezvousServer` as torch's Store; not for the thread of the background event loop."""
 
     def __init__(self, peer: rpc.Peer, timeout: float) -> None:
         super().__init__()
@@ -112,28 +112,28 @@ class RemoteStore(Store):  # type: ignore[misc]
         self._timeout = timedelta(seconds=timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key's value."""
+        """Set the value of a key in the server's store."""
         self._ask("set", key, value)
 
     def get(self, key: str) -> bytes:
-        """Wait for a key, and return its value."""
+        """Wait until a key of the store has a value, and return it."""
         self.wait([key])
         return bytes(self._ask("get", key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys have a value."""
+        """Return whether all these keys of the store have a value."""
         return bool(self._ask("check", list(keys)))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the integer of a key, which is 0 at first, and return the sum."""
+        """Add ``amount`` to a key's integer in the store, which is 0 at first, and return the sum."""
         return int(self._ask("add", key, amount))
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it had a value."""
+        """Remove a key from the store; return whether it had a value."""
         return bool(self._ask("delete_key", key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys have a value.
+        """Wait until all these keys of the store have a value.
 
         Raises:
             TimeoutError: the timeout has passed.
@@ -143,7 +143,7 @@ class RemoteStore(Store):  # type: ignore[misc]
             raise TimeoutError(f"it took longer than {seconds:g} s")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of waits for keys."""
+        """Set the default timeout of :meth:`get` and :meth:`wait`."""
         self._timeout = timeout
 
     def _ask(self, operation: str, *arguments: object) -> bytes | int:
@@ -156,7 +156,7 @@ class RemoteStore(Store):  # type: ignore[misc]
 
 
 def join_rendezvous(place: Place) -> RemoteStore:
-    """Connect to a rendezvous, and return its store.
+    """Connect to a :class:`RendezvousServer`, and return a client of its store.
 
     Raises:
         OSError: the server does not listen, has another key, or does not answer.

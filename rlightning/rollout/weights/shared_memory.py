@@ -115,7 +115,7 @@ class SharedMemoryReceiver(WeightReceiver):
         self.plan, self._location = plan, location
 
     def open(self, device: torch.device) -> None:
-        """Open the bucket."""
+        """Map the sender's bucket into this process, from host memory or from a CUDA device."""
         self._bucket = self._location.open(device, self.plan.num_bytes)
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:

@@ -84,7 +84,7 @@ class TransferGroup:
             raise
 
     def broadcast(self, data: Tensor) -> None:
-        """On the sender, send ``data``; on a receiver, overwrite it with the sender's. Returns when done.
+        """Send the tensor ``data`` to all receivers, or on a receiver overwrite it with the sender's; return when done.
 
         Raises:
             OSError, RuntimeError: the broadcast failed or took too long; afterwards only :meth:`leave` may be called.
