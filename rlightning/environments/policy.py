@@ -211,9 +211,7 @@ class RecordedPolicy:
     # Checkpoints
 
     def offer(self, saved: SavedTrajectory) -> None:
-        """Store a trajectory from a checkpoint, to be continued by :meth:`resume`; it is discarded if a turn is sampled
-        first.
-        """
+        """Store a trajectory from a checkpoint for :meth:`resume`; it is discarded if a turn is sampled first."""
         self._resumable = saved
 
     def load(self, saved: SavedTrajectory) -> None:
