@@ -81,7 +81,7 @@ class WorkerGroup:
         ]
 
     def start(self, config: object, stage: str, engines: Sequence[Ref] = ()) -> None:
-        """Begin a stage, such as "fit", on all workers; returns at once, but the first stage awaits their start.
+        """Begin a stage, such as "fit", on all workers; returns at once, but the first stage waits for their start.
 
         ``config`` is None for a later stage. ``engines`` are Ray's references, which must not end before the workers.
         """

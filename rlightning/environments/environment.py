@@ -13,7 +13,7 @@ from rlightning.types.trajectory import Outcome, Prompt, Sample
 
 
 class LimitReachedError(Exception):
-    """The sequence has its maximum length. A trajectory that raises this is truncated, and is trained on."""
+    """The sequence has reached its maximum length. A trajectory that raises this is truncated, and is trained on."""
 
 
 class AskLimitError(Exception):

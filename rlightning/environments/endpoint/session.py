@@ -71,7 +71,7 @@ class Session:
 
     @property
     def has_reached_limit(self) -> bool:
-        """Whether the session has sampled turns, and the last request's sequence had its maximum length."""
+        """Whether the session has sampled turns, and the last request's sequence had reached the maximum length."""
         return self.policy.has_reached_limit and bool(self.policy.recorder.branches)
 
     def fail(self, error: Exception) -> None:
