@@ -92,12 +92,12 @@ class CompletionsTable(RunCallback):
         return {"num_steps": self._num_steps}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore the number of steps."""
+        """Restore the number of steps that :meth:`state_dict` has returned."""
         super().load_state_dict(state_dict)
         self._num_steps = state_dict["num_steps"]
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
-        """Return the folder of the Parquet files."""
+        """Return the folder to which a fit writes Parquet files; None in stages other than a fit."""
         return self.folder(trainer) if stage == "fit" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
@@ -108,7 +108,7 @@ class CompletionsTable(RunCallback):
             raise ConfigError(f"path='{folder}' is a file, completions go to a folder. Name another one.")
 
     def begin_run(self) -> None:
-        """Reset the number of steps."""
+        """Reset the number of steps counted so far, since a new run begins."""
         self._num_steps = 0
 
     def drop_step(self) -> None:
@@ -187,7 +187,7 @@ class CompletionsTable(RunCallback):
                 self._show(spread_by_reward(rows, self.num_console), step)
 
     def folder(self, trainer: Loop) -> Path:
-        """Return the folder of the Parquet files."""
+        """Return the folder of the Parquet files: ``path`` or, by default, ``completions`` in the run's folder."""
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "completions"
 
     def _log(self, loggers: Sequence[object], rows: Sequence[Completion], step: int) -> None:
@@ -219,7 +219,7 @@ class CompletionsTable(RunCallback):
 
 
 def not_sampled(module: object, rollouts: Sequence[RolloutBatch]) -> Iterator[RolloutBatch]:
-    """Yield, for each rollout, a batch of its trajectories that are excluded from training, such as failed ones."""
+    """Yield a batch of the trajectories excluded from training, such as failed ones, for each rollout that has any."""
     if not has(module, SelectsSampled):
         return
     for batch in rollouts:

@@ -41,7 +41,7 @@ class ControllerMode(RLCallback):
         self.resolved: ExecutionMode | None = None
 
     def check(self, trainer: Loop) -> None:
-        """Raise a ConfigError for contradictory settings; the command line calls this before it starts processes."""
+        """Raise a ConfigError if ``mode`` or ``controller`` contradicts the strategy; called before processes start."""
         check_execution_mode(self.mode, strategy=_strategy_of(trainer), controller=self.controller)
 
     def setup(self, trainer: Loop, module: object, stage: str) -> None:

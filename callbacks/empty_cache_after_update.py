@@ -115,7 +115,7 @@ class EmptyCacheAfterUpdate(RunCallback):
         log_metrics(module, metrics)
 
     def pays(self, memory: platform.MemoryUse) -> bool:
-        """Return whether to empty the cache: if free or reserved memory is beyond its threshold, or none is set."""
+        """Return whether to empty the cache: True if free or reserved memory passes a threshold, or none is set."""
         reasons = []
         if self.min_free_bytes is not None:
             reasons.append(memory.free < self.min_free_bytes)

@@ -106,7 +106,7 @@ class OffloadDuringRollout(RunCallback):
         self._restore(module)
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: object) -> None:
-        """Move the offloaded tensors back, unless an engine is awake and will report its sleep."""
+        """Move the offloaded tensors back, unless an engine is awake: :meth:`on_engine_sleep` does it then."""
         if not self._is_engine_awake:
             self._restore(module)
 

@@ -67,7 +67,7 @@ class JSONLPredictions(RLCallback):
         return self._path(trainer) if stage == "predict" else None
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
-        """Exclude prompts that an interrupted run has completed. In a prediction, every rank must call it.
+        """In a prediction, exclude the prompts that an interrupted run has completed. Every rank must call it.
 
         Raises:
             ConfigError: the file exists, another process writes it, or a partial file is of a run with other settings.
@@ -205,7 +205,7 @@ class JSONLPredictions(RLCallback):
 
 
 def prediction_settings(trainer: Loop, module: object, data: object) -> dict[str, object]:
-    """Return the settings that affect completions, by configuration key, as far as known."""
+    """Return the settings that affect completions, such as the model, by configuration key; unknown ones are None."""
     sampling = asdict(module.sampling) if has(module, HasSampling) else {}
     sampling.pop("returns_supports", None)  # completions do not depend on it
     prompts = data.predict_prompts if has(data, HasPredictPrompts) else None

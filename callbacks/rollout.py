@@ -186,7 +186,7 @@ class RolloutCallback(RLCallback, Generator):
         """
 
     def make_runner(self, sampler: TokenSampler) -> EnvironmentRunner:
-        """Return the object that runs :attr:`environment` with turns from ``sampler``; called only on rank 0."""
+        """Return the runner of :attr:`environment`, whose turns ``sampler`` samples; called only on rank 0."""
         return EnvironmentRunner(
             sampler,
             self._module.tokenizer,
@@ -199,7 +199,7 @@ class RolloutCallback(RLCallback, Generator):
         )
 
     def make_verifier(self, sampler: TokenSampler, dtype: torch.dtype) -> TrajectoryVerifier | None:
-        """Return what checks trajectories against ``sampler``'s log-probabilities; None if they are not verified."""
+        """Return the object that compares trajectories' log-probabilities with ``sampler``'s; None if turned off."""
         return TrajectoryVerifier(sampler, self.max_sequence_length, dtype) if self.verify_trajectories else None
 
     def sleep_sampler(self) -> None:

@@ -72,7 +72,7 @@ class RunReport(PhaseTimer):
         self._started: float | None = perf_counter()
 
     def state_dict(self) -> StateDict:
-        """Return the history of the run so far."""
+        """Return the metrics of all steps so far, the number of the last step, and the run's duration in seconds."""
         return {
             "history": self.history.state_dict(),
             "step": self._step,
@@ -80,7 +80,7 @@ class RunReport(PhaseTimer):
         }
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore the history of the run."""
+        """Restore metrics, step and duration from a checkpoint, and start to measure the time from now on."""
         super().load_state_dict(state_dict)
         self.history.load_state_dict(state_dict["history"])
         self._step = state_dict["step"]
@@ -100,7 +100,7 @@ class RunReport(PhaseTimer):
             self._started = perf_counter()
 
     def begin_run(self) -> None:
-        """Clear the history of an earlier run."""
+        """Clear the metrics, the step and the duration of an earlier run."""
         super().begin_run()
         self.history = History()
         self._step = 0

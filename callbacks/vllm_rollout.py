@@ -213,7 +213,7 @@ class VLLMRollout(RolloutCallback):
         return collector
 
     def on_fit_start(self, trainer: Loop, module: object) -> None:
-        """If a logger is a web service, wait for the first engine: a failed start must not leave a run there."""
+        """If a logger is a web service, wait for the first engine, so that a failed start creates no run there."""
         loggers = trainer.loggers if has(trainer, HasLoggers) else ()
         if self._engines is None or not any(is_service(logger) for logger in loggers):
             return
@@ -284,16 +284,16 @@ class VLLMRollout(RolloutCallback):
     # Hooks and state
 
     def on_train_start(self, trainer: Loop, module: object) -> None:
-        """Start the engines now if :meth:`start` has waited for the check of the user's optimizers."""
+        """Start the engines unless :meth:`start` has; with user-defined optimizers it waits until they are checked."""
         self._start_engines()
 
     def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
-        """Begin a step, and copy the list of groups in flight, to which a checkpoint in the step goes back."""
+        """Begin a step, and copy the list of groups in flight, which checkpoints save until the step ends."""
         super().on_train_batch_start(trainer, module, batch, batch_idx)
         self.in_flight.begin_step()
 
     def on_train_batch_end(self, trainer: Loop, module: object, outputs: object, batch: object, batch_idx: int) -> None:
-        """Drop the copy of the groups in flight at the step's start: a checkpoint no longer goes back to it."""
+        """End the step: checkpoints save the present groups in flight again, not those at the step's start."""
         self.in_flight.end_step()
 
     def on_update_end(self, trainer: Loop, module: object, batch: object) -> None:

@@ -54,7 +54,7 @@ class GroupModule(RLModule):
         return batch.rewards
 
     def returns(self, batch: RolloutBatch) -> Returns:
-        """Return what a group compares: rewards of trajectories or agents, or with ``turn_discount`` turns' returns."""
+        """Return a group's rewards to compare, of trajectories or agents; with ``turn_discount``, turns' returns."""
         if self.turn_discount is None:
             return Returns.of_trajectories(batch)
         turns = Turns.of_batch(batch)

@@ -47,7 +47,7 @@ class SFT(RLModule):
             )
 
     def read_columns(self, columns: Sequence[str]) -> list[str]:
-        """Return, in a list, the column besides the prompts that a resumed run must find unchanged: the completions."""
+        """Return the completion column in a list: besides the prompts, a resumed run must find its values unchanged."""
         return [self.completion_column]
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:

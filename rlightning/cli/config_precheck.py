@@ -64,7 +64,7 @@ SET_BY_SECTIONS = {"model", "train_dataloaders", "val_dataloaders", "dataloaders
 
 
 class Given(Protocol):
-    """An object with the value of a key, which SourceKeys stores and checks when all keys have been read."""
+    """A configured value, which SourceKeys stores while it reads keys, and checks after it has read all of them."""
 
     def check(self, key: str) -> None:
         """Raise a ConfigError if the parser would reject the value."""

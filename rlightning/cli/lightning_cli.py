@@ -174,7 +174,7 @@ class RLCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # of which Lightning has a static one
-        """Return the command to run, with the names of those arguments of its Trainer method that are not options.
+        """Return, only for the command to run, the names of its Trainer method's arguments that are not options.
 
         Other commands are left out: constructing a parser for each is slow.
         """

@@ -32,7 +32,7 @@ def replace_files(options: list[str], contents: Sequence[object]) -> list[str]:
 
 
 def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
-    """Return the options; before the first one below each of ``keys``, one is added that sets the key to ``{}``."""
+    """Return the options with ``--<key>={}`` inserted before the first that sets a nested key, for each of ``keys``."""
     begun = list(options)
     for key in keys:
         place = next(i for i, option in enumerate(begun) if option.lstrip("-").startswith(f"{key}."))
@@ -41,7 +41,7 @@ def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
 
 
 def mark_files(options: list[str]) -> list[str]:
-    """Return the options; an existing file's name becomes a WrittenText if YAML reads it as null, list or mapping."""
+    """Return the options; names of existing files that YAML would read as null, list or mapping become WrittenText."""
 
     def is_marked(text: str) -> bool:
         try:

@@ -128,7 +128,7 @@ def parse_work(args: list[str]) -> Work:
 
 
 def read_roles(kind: type, model: Arguments) -> Iterator[RoleMemory]:
-    """Yield the memory of each model besides the actor; one of unknown size if ``configure_roles`` is overridden."""
+    """Yield the memory of the reference model, if any, and one of unknown size for a user's ``configure_roles``."""
     if model.get("kl_coef"):
         reference = model.get("reference_model") or model["model"]
         config = load_config(reference, trust_remote_code=bool(model.get("trust_remote_code")))

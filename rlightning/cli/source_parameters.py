@@ -69,7 +69,7 @@ def find_missing_module(module: str) -> str | None:
 
 
 def has_name(module: str, name: str) -> bool:
-    """Return whether a module may have a name, by assignment, import, or lazy import, or as a submodule.
+    """Return whether a module's source may define ``name``: by assignment, import or lazy import, or as a submodule.
 
     Raises:
         LookupError: the source is not found.

@@ -80,7 +80,7 @@ Suggested only where the value has that key.
 
 
 def suggest_name(name: str, choices: Iterable[str]) -> str:
-    """Return a sentence for an error about an unknown name: this library's name for it, or the nearest choices.
+    """Return a sentence that suggests a known name: this library's for that of TRL, verl or OpenRLHF, or a similar one.
 
     Args:
         name: the unknown name.

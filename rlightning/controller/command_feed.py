@@ -121,12 +121,12 @@ class CommandFeed:
         return self.num_loaders
 
     def begin_evaluation(self, command: Evaluate) -> None:
-        """Answer the command that starts an evaluation, whose batches are provided from now on."""
+        """Report to the controller that an evaluation has started, and let :meth:`evaluation_batches` begin."""
         self.num_loaders, self._is_evaluating = command.num_loaders, True
         self.queue.answer(None)
 
     def evaluation_batches(self, loader: int) -> Iterator[object]:
-        """Yield this rank's share of each batch of the set with index ``loader``, and answer the batch's command."""
+        """Yield this rank's share of each batch of evaluation set ``loader``, and send the result to the controller."""
         while self._is_evaluating:
             command = self.queue.peek()
             if isinstance(command, EvaluateBatch) and command.loader != loader:

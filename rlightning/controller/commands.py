@@ -88,7 +88,7 @@ class Evaluate(Command[None]):
 
 @dataclass(frozen=True)
 class EvaluateBatch(Command[object]):
-    """Evaluate this rank's share of a batch of set ``loader``; the result is that of a prediction step."""
+    """Evaluate this rank's share of a batch of set ``loader``; return predictions, or None in a validation or test."""
 
     batch: object
     loader: int
@@ -172,14 +172,14 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Completed:
-    """The last entry of a command, with its result: the worker has executed it."""
+    """Last response of a worker to a command that it has executed, with the command's result."""
 
     result: Any
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The last entry of a command whose worker's fit has ended with an exception.
+    """Last response to a command of a worker whose fit has ended with an exception.
 
     Attributes:
         rank: the worker's global rank.
@@ -200,7 +200,10 @@ Entry = FiredHook | PromptRequest | StopRequest | Completed | Failed
 
 
 class CommandQueue:
-    """A worker's commands and their entries: controller calls add and read them in threads, the fit executes them."""
+    """A worker's queue of commands, with the entries that respond to each: hooks, requests, and the result.
+
+    The controller's calls add commands and read entries, in several threads; the fit executes the commands.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -215,7 +218,7 @@ class CommandQueue:
     # Called by the controller
 
     def submit(self, number: int, command: Command[object]) -> None:
-        """Accept a command, unless it was accepted before; raises a RuntimeError if it was already forgotten."""
+        """Queue a command, unless it was queued before; raises a RuntimeError if its entries were already deleted."""
         with self._changed:
             if number in self._entries:
                 return
@@ -227,7 +230,7 @@ class CommandQueue:
             self._changed.notify_all()
 
     def collect(self, number: int, seen: int) -> list[Entry]:
-        """Wait until a command has more than ``seen`` entries, and return those after the first ``seen``.
+        """Wait until more than ``seen`` entries respond to a command, and return those after the first ``seen``.
 
         A command's last entry is :class:`Completed` or :class:`Failed`.
         """
@@ -237,12 +240,12 @@ class CommandQueue:
             return entries[seen:] or [self.await_failure()]
 
     def forget(self, number: int) -> None:
-        """Delete a command's entries, which contain its results."""
+        """Delete all entries of a command, after the controller has read the result."""
         with self._changed:
             self._entries.pop(number, None)
 
     def supply(self, number: int, prompts: object) -> None:
-        """Give the fit the prompts of its request ``number``, counted from 0; if it has them, do nothing."""
+        """Pass to the fit the prompts for its request ``number``, counted from 0; do nothing if it was done before."""
         with self._changed:
             if number == self._num_supplies:
                 self._num_supplies += 1
@@ -272,14 +275,14 @@ class CommandQueue:
             return command
 
     def record(self, entry: Entry) -> None:
-        """Add an entry, which :meth:`collect` returns, to the current command; without a current command, drop it."""
+        """Append an entry, such as a called hook, to the current command; without a current command, drop it."""
         with self._changed:
             if self._current in self._entries:
                 self._entries[self._current].append(entry)
                 self._changed.notify_all()
 
     def answer(self, result: object) -> None:
-        """End the current command: its last entry is ``Completed``, with this result."""
+        """End the current command with a last entry ``Completed(result)``, which :meth:`collect` returns."""
         self.record(Completed(result))
         self._current = None
 

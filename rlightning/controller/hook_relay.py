@@ -160,7 +160,7 @@ class HookRelay(Checkpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Store the tensors of the step's predictions, and set handles to them as the answer to the controller."""
+        """Store the tensors of the step's predictions; the controller gets handles to them as the command's result."""
         self.feed.outputs = store_own_tensors(outputs, label="predict_step")
 
     def _relay(self, hook: str, trainer: Trainer, module: LightningModule, *arguments: object) -> None:
@@ -210,7 +210,7 @@ class Relay:
         self._fire = fire_one
 
     def add(self, rank: int, fired: FiredHook) -> None:
-        """Add a hook that a rank has sent; call it, and hooks that wait, if all ranks have sent them by now."""
+        """Store a hook that a rank has sent; then call the stored hooks that all ranks have sent, in rank 0's order."""
         if fired.hook in RANK_HOOKS:
             self._fire(fired, fired.arguments)
         elif rank == 0:
@@ -221,7 +221,7 @@ class Relay:
             self._fire_next()
 
     def flush(self) -> None:
-        """Call the hooks that rank 0 has sent and other ranks have not, such as those of an engine of one rank."""
+        """Call the stored hooks that rank 0 but not all ranks have sent, such as those for an engine on one rank."""
         while self._order:
             self._fire_next()
 

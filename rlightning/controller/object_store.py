@@ -12,7 +12,7 @@ from rlightning.errors import ConfigError
 
 
 class RayBlock(Block):
-    """A block in Ray's object store; Ray counts references to it and copies it between nodes."""
+    """Reference to tensors' bytes in Ray's object store, which counts references and copies the bytes between nodes."""
 
     def __init__(self, ref: "ray.ObjectRef[list[Bytes]]", owner: Owner, label: str) -> None:
         super().__init__(owner, label)
@@ -20,7 +20,7 @@ class RayBlock(Block):
 
     @classmethod
     def read_all(cls, blocks: Sequence[Self]) -> list[Sequence[Bytes]]:
-        """Wait for each block's arrays of bytes, and return them, read-only in this node's shared memory.
+        """Return the bytes of each block's tensors, read-only in this node's shared memory; waits for their transfer.
 
         Raises:
             TensorLostError: a process that stored one of the blocks has ended.

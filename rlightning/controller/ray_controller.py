@@ -170,7 +170,7 @@ class RayController(ControllerStrategy):
         self._launcher = ControllerLauncher(self)
 
     def check(self) -> None:
-        """Raise a ConfigError for settings that cannot work with a controller."""
+        """Raise a ConfigError if arguments are invalid or contradict the process's mode, or Ray is missing."""
         nested, own_name = self.worker_strategy, f"{RayController.__module__}.{RayController.__qualname__}"
         check_rules(
             {
@@ -347,7 +347,7 @@ _running: weakref.WeakSet[RayController] = weakref.WeakSet()
 
 
 def close_others(strategy: RayController) -> None:
-    """End workers that earlier runs in this process kept for another stage, to free their devices."""
+    """End the engines and workers that other RayControllers of this process have kept for another stage."""
     for other in list(_running):
         if other is not strategy:
             other.close()

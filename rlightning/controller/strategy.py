@@ -155,13 +155,13 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         log_epoch_metrics(module, [result.epoch_metrics for result in results])
 
     def validation_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Have the workers evaluate a batch, of which each of n takes every n-th element; metrics come at the end."""
+        """Have the n workers evaluate a batch, each every n-th element; metrics are logged at the validation's end."""
         self._evaluate_batch(batch, dataloader_idx)
 
     test_step = validation_step
 
     def predict_step(self, batch: Sequence[object], batch_idx: int, dataloader_idx: int = 0) -> list[object]:
-        """Have the workers predict on a batch, each of n on every n-th element; return predictions in its order."""
+        """Return the predictions for a batch, in its order; each of the n workers predicts every n-th element."""
         parts = fetch_tensors(self._evaluate_batch(batch, dataloader_idx))
         merged: list[object] = [None] * len(batch)
         for rank, part in enumerate(parts):
@@ -238,7 +238,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
 
 
 def refusal(command: Command[object], hook: str) -> ConfigError:
-    """Return the error for a command that is sent in a hook during which workers take no commands: a deadlock."""
+    """Return the error for a command that is sent in ``hook``: workers execute none then, so it would deadlock."""
     name = type(command).__name__
     what = f"trainer.strategy.call({command.method!r})" if isinstance(command, Call) else f"a command to {name.lower()}"
     return ConfigError(

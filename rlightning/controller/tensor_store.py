@@ -57,7 +57,7 @@ class Owner(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """How many stored objects of one label exist, and their total size in bytes."""
+    """Number of stored objects with the same ``label``, such as a hook's name, and their total size in bytes."""
 
     label: str
     entries: int
@@ -65,7 +65,7 @@ class Holding(NamedTuple):
 
 
 class Block(ABC):
-    """One stored object: the bytes of tensors, which exist as long as any process has a reference."""
+    """Reference to one object of a TensorStore: bytes of tensors, which exist as long as any process references it."""
 
     def __init__(self, owner: Owner, label: str) -> None:
         self.owner = owner
@@ -74,14 +74,14 @@ class Block(ABC):
     @classmethod
     @abstractmethod
     def read_all(cls, blocks: Sequence[Self]) -> list[Sequence[Bytes]]:
-        """Return the tensors' bytes of these blocks, all of one type, in one fetch; they must not be written to."""
+        """Return the bytes of each block's tensors, which must not be modified; all blocks are fetched at once."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # stored tensors never change
 
 
 class TensorStore(ABC):
-    """Stores bytes, and counts the stored objects that exist.
+    """Keeps the bytes of tensors to which this process creates handles, as long as any process references them.
 
     Args:
         max_bytes: maximum bytes of all stored objects at a time; None for no limit.
@@ -150,7 +150,7 @@ class TensorStore(ABC):
 
 
 class LocalBlock(Block):
-    """Tensors' bytes in this process's memory; a reference that cannot be sent to another process."""
+    """Reference to tensors' bytes in this process's memory; it cannot be sent to another process."""
 
     def __init__(self, arrays: Sequence[Bytes], owner: Owner, label: str) -> None:
         super().__init__(owner, label)
@@ -158,7 +158,7 @@ class LocalBlock(Block):
 
     @classmethod
     def read_all(cls, blocks: Sequence[Self]) -> list[Sequence[Bytes]]:
-        """Return the bytes of the blocks without copying them."""
+        """Return the bytes of each block's tensors, without a copy."""
         return [block._arrays for block in blocks]
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -187,7 +187,7 @@ def tensor_store() -> TensorStore:
 
 
 def set_store(store: TensorStore) -> None:
-    """Use another store from now on; existing handles stay valid, but their objects are not counted any more."""
+    """Set the store to which this process saves tensors from now on; old handles stay valid, but are not counted."""
     global _store
     _store = store
 

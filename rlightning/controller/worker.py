@@ -88,7 +88,7 @@ class Worker(CommandQueue):
         return os.getpid()
 
     def record_stacks(self, reason: str) -> None:
-        """Record the stacks of all threads of this process."""
+        """Append the stack traces of all threads of this process to the run's ``stacks.txt``, if it has one."""
         record_own(reason)
 
     def run(self, number: int, config: WorkerConfig | None, rendezvous: tuple[str, int], stage: str) -> None:
@@ -113,9 +113,9 @@ class Worker(CommandQueue):
             self.fail(self._describe(error))
 
     def execute(self, number: int, command: Command[object], seen: int) -> list[Entry]:
-        """Queue a command, unless it was queued before; wait for, and return, its entries after the first ``seen``.
+        """Queue a command, once; wait for, and return, its entries after the first ``seen``.
 
-        Entries are the hooks that it called, its requests, and its result.
+        Entries are the hooks that the command called, its requests, and its result.
         """
         self.submit(number, command)
         return self.collect(number, seen)

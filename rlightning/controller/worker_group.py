@@ -81,7 +81,7 @@ class WorkerGroup:
         ]
 
     def start(self, config: object, stage: str, engines: Sequence[Ref] = ()) -> None:
-        """Begin a stage, such as "fit", on all workers; returns at once, but the first stage awaits their start.
+        """Begin a stage, such as "fit", on all workers; returns at once, but the first stage waits for their start.
 
         ``config`` is None for a later stage. ``engines`` are Ray's references, which must not end before the workers.
         """
@@ -137,13 +137,13 @@ class WorkerGroup:
         return answers
 
     def supply(self, shares: Sequence[object]) -> None:
-        """Send each worker the prompts that it has requested."""
+        """Send each worker its share of the training prompts that the workers have requested."""
         number = next(self._supplies)
         for _, actor, share in self._each(shares):
             self._call(actor, "supply", number, share)
 
     def record_stacks(self, reason: str) -> None:
-        """Have each worker record its stacks; returns at once."""
+        """Have each worker append its stack traces to the run's ``stacks.txt``; returns before they are written."""
         self._call_all("record_stacks", reason)
 
     def await_end(self) -> None:

@@ -10,7 +10,7 @@ from rlightning.errors import ConfigError
 
 
 def cached_folder(parts: Mapping[str, object], build: Callable[[Path], None]) -> Path:
-    """Return the folder that caches what ``parts`` identify; one process fills it by ``build``, others wait for it.
+    """Return the cache folder for ``parts``; if it is missing, one process fills it by ``build`` while others wait.
 
     Args:
         parts: everything that determines the content, as JSON values.

@@ -65,13 +65,13 @@ class JoinedTable(RowTable):
 
 
 def paths_of(source: object) -> list[str]:
-    """Return the paths in a source; an empty list for rows in memory."""
+    """Return the paths of a prompt set's source, of files, folders or hub sets; an empty list if it contains rows."""
     listed = source if isinstance(source, list | tuple) else [source]
     return [str(path) for path in listed] if all(isinstance(path, str | Path) for path in listed) else []
 
 
 def check_source(source: object, key: str) -> None:
-    """Raise a ConfigError for a source of an unsupported type; reads nothing.
+    """Raise a ConfigError if the source of a prompt set has an unsupported type; reads nothing.
 
     ``key`` is the source's key, such as ``data.train``.
     """
@@ -97,7 +97,7 @@ def check_source(source: object, key: str) -> None:
 
 
 def hold_rows(source: "PromptSource", limit: int | None, key: str, limit_key: str) -> "PromptSource":
-    """Return a source that can be read repeatedly; the rows of an iterator are copied to a list.
+    """Return a prompt set's source that can be read repeatedly; an iterator's rows are copied to a list.
 
     Args:
         key: configuration key of the source, for errors.

@@ -20,7 +20,7 @@ class Limited(Protocol):
 
 @runtime_checkable
 class HasSampling(Protocol):
-    """The rollout callback, which has the parameters ``sampling``; a protocol, because its package imports this one."""
+    """A rollout callback with sampling parameters; a protocol, since the callbacks' package imports this one."""
 
     @property
     def sampling(self) -> object:

@@ -91,7 +91,7 @@ class AgentFunction(Environment):
             _import_openai()
 
     async def close(self) -> None:
-        """Close idle connections."""
+        """Close the idle connections of the agents' OpenAI clients, which trajectories reuse."""
         await self._clients.close()
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:

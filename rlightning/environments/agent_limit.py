@@ -14,7 +14,7 @@ OTHER_TRACEBACK = "During handling of the above exception, another exception occ
 
 
 def is_limit(error: BaseException) -> bool:
-    """Return whether an error, or one of its causes, says that a request's sequence has its maximum length."""
+    """Return whether an error, or one of its causes, says that a request's sequence has reached the maximum length."""
     for one in cause_chain(error):
         said = str(one).rpartition(OTHER_TRACEBACK)[2]
         with suppress(Exception):  # clients such as httpx leave the response's text out of their errors

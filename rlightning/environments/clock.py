@@ -29,7 +29,7 @@ class Clock:
                 self._deadlines.discard(deadline)
 
     async def run(self, work: Awaitable[Outcome], seconds: float | None, name: str) -> Outcome:
-        """Await ``work`` and return its outcome; after ``seconds``, cancel it and return one of status "timeout".
+        """Return the outcome of ``work``; after ``seconds``, cancel it and return an outcome of status "timeout".
 
         Pauses are not counted. ``name`` is the subject of the outcome's error.
         """
@@ -43,7 +43,7 @@ class Clock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Pause all deadlines while the context is open."""
+        """Context manager that pauses all deadlines: the time in it does not count."""
         stopped_at = monotonic()
         held = {one: when for one in self._deadlines if (when := one.when()) is not None and not one.expired()}
         for deadline in held:

@@ -63,7 +63,7 @@ class Weights(Protocol):
         """Send the actor's weights to all engines that lack them; every rank must call it."""
 
     def needs_sync(self) -> bool:
-        """Return, on rank 0, whether to sync during requests: no engine serves, or a restarted one needs weights."""
+        """Return, on rank 0, whether to sync before requests end: no engine serves, or one died or lacks weights."""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from rlightning.types.trajectory import Outcome, Prompt, Sample
 
 
 class LimitReachedError(Exception):
-    """The sequence has its maximum length. A trajectory that raises this is truncated, and is trained on."""
+    """The sequence has reached its maximum length. A trajectory that raises this is truncated, and is trained on."""
 
 
 class AskLimitError(Exception):
@@ -115,7 +115,7 @@ class PolicyGroup(Protocol):
     """What an environment calls to sample the trajectories of one prompt."""
 
     async def sample_all(self) -> list[Outcome]:
-        """Sample one turn for each trajectory in a single request; return the outcomes, which end the trajectories."""
+        """Sample one turn for each trajectory in a single request; return the outcomes with which they end."""
 
     async def run_each(
         self,
@@ -165,7 +165,7 @@ class Environment:
     places: Places | None = None
 
     async def check(self) -> None:
-        """Raise a :class:`~rlightning.errors.ConfigError` if this cannot run here; called before a run starts."""
+        """Raise a ConfigError if this environment cannot run, such as without its server; called before a run."""
 
     async def close(self) -> None:
         """Free resources; called when no trajectory is running. The environment may be used again afterwards."""

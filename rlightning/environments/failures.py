@@ -26,8 +26,7 @@ class EnvironmentTotals:
     gap: Gap = field(default_factory=Gap)
 
     def count(self, trajectories: Sequence[Trajectory], first_failure: tuple[str, str] | None) -> None:
-        """Add the number of failed ones among ended trajectories to ``num_failed``; raise an error if too many have
-        failed.
+        """Add the number of failed ``trajectories`` to ``num_failed``; raise an error if it exceeds the step's limit.
 
         Args:
             first_failure: the step's first error in one line, and its traceback; None if unknown.

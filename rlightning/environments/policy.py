@@ -211,9 +211,7 @@ class RecordedPolicy:
     # Checkpoints
 
     def offer(self, saved: SavedTrajectory) -> None:
-        """Store a trajectory from a checkpoint, to be continued by :meth:`resume`; it is discarded if a turn is sampled
-        first.
-        """
+        """Store a trajectory from a checkpoint for :meth:`resume`; it is discarded if a turn is sampled first."""
         self._resumable = saved
 
     def load(self, saved: SavedTrajectory) -> None:
@@ -227,9 +225,9 @@ class RecordedPolicy:
         self.progress = settings["progress"] and outcome_from_plain(settings["progress"])
 
     def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
-        """Return the trajectory as ended with ``outcome``, in plain types for a checkpoint. Thread-safe.
+        """Return the trajectory in plain types for a checkpoint, as if it had ended with ``outcome``. Thread-safe.
 
-        Without an outcome, return it as of its last reported state; None if no state was reported.
+        Without an outcome, return it as of its last reported state, else the trajectory of :meth:`offer`, else None.
         """
         kept = self._kept if outcome is None else (self.recorder.mark(), self._settings(), None)
         if kept is None:

@@ -265,7 +265,7 @@ def make_request(
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Wait until a supervising process whose request is closed has exited; kill it after a grace period."""
+    """Wait for a supervising process to exit, after its standard input is closed; kill it after a grace period."""
     try:
         await asyncio.wait_for(process.wait(), GRACE)
     except asyncio.TimeoutError:

@@ -18,7 +18,7 @@ TYPES = {
 
 
 class APIError(Exception):
-    """A request was rejected; the trajectory is unchanged."""
+    """The endpoint rejects a request, with an HTTP status; the trajectory is unchanged."""
 
     def __init__(self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class APIError(Exception):
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Context manager that raises an APIError if a request's part ``what`` is malformed or refused by the template."""
+    """Context manager that raises an APIError about the request field ``what`` if parsing or rendering it fails."""
     try:
         yield
     except ConfigError as error:

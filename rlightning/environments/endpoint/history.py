@@ -64,7 +64,7 @@ class Histories:
         """Hashes of all conversations that requests have continued; whole ones would take far more memory."""
 
     def find(self, messages: Sequence[Known], tools: str) -> Found:
-        """Return the longest recorded conversation that a client's messages continue, and why a branch begins."""
+        """Return the longest recorded conversation that ``messages`` continue, if any, and why a branch begins."""
         own = tuple(messages)
         key = hash((tools, own))
         is_repeated = key in self._asked

@@ -98,7 +98,7 @@ class RequestParameters(BaseModel):
 def read_parameters(
     body: Mapping[str, object], sampling: Sampling, *, ignored: Collection[str], others: Collection[str] = ()
 ) -> RequestParameters:
-    """Parse a request's parameters, except those in ``ignored``, and in ``others``, which the route itself reads.
+    """Return the parameters in a request's body, except those in ``ignored`` or in ``others``, which the route reads.
 
     Raises an APIError for a parameter of the wrong type, or an unsupported one.
     """

@@ -285,7 +285,7 @@ class RouteWork:
         return self._work.result()
 
     def end(self) -> None:
-        """Cancel the running route."""
+        """Cancel the request's task, and stop waiting for the client to disconnect."""
         self._gone.cancel()
         self._work.cancel()
 

@@ -29,7 +29,7 @@ MAX_BEGINNINGS = 256
 
 
 class ToolUse(NamedTuple):
-    """The tools of a request (None for none), and whether the policy's calls are parsed or stay text."""
+    """The tool schemas of a request, None without tools, and whether the policy's calls are parsed or stay text."""
 
     schemas: list[Message] | None
     are_called: bool
@@ -71,7 +71,7 @@ class Session:
 
     @property
     def has_reached_limit(self) -> bool:
-        """Whether the session has sampled turns, and the last request's sequence had its maximum length."""
+        """Whether the session has sampled turns, and the last request's sequence had reached the maximum length."""
         return self.policy.has_reached_limit and bool(self.policy.recorder.branches)
 
     def fail(self, error: Exception) -> None:
@@ -87,7 +87,7 @@ class Session:
     async def chat(
         self, asked: RequestParameters, messages: object, tool_use: ToolUse, stream: TurnStream | None = None
     ) -> Answers:
-        """Sample the policy's next turn of a conversation, and return it, once for each choice that is asked for.
+        """Sample the policy's next turn of a conversation, once for each requested choice, and return the turns.
 
         Raises an APIError if the messages cannot be rendered.
 
@@ -114,7 +114,7 @@ class Session:
     async def complete(
         self, asked: RequestParameters, prompt: str | list[int], stream: TurnStream | None = None
     ) -> Answers:
-        """Sample continuations of a text or of token ids, and return one for each choice that is asked for.
+        """Sample continuations of a text or of token ids, one for each requested choice, and return them.
 
         A text that extends an earlier text reuses the earlier tokens.
         """

@@ -73,7 +73,7 @@ class TurnStream:
         self._has_begun = False
 
     def expect(self, messages: Sequence[PartialMessage | None], num_prompt_tokens: int) -> None:
-        """Store a parser for each turn that will be sampled; None for a turn that can only be parsed as a whole."""
+        """Store each choice's incremental parser, before sampling; None if only a whole turn can be parsed."""
         self._messages, self._num_prompt_tokens = messages, num_prompt_tokens
 
     def add_tokens(self, number: int, token_ids: Sequence[int]) -> None:
