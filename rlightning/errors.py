@@ -97,7 +97,7 @@ class RewardError(RunError, RuntimeError):
 
 
 class EnvironmentFailedError(RunError, RuntimeError):
-    """Environments or their worker processes failed too often; the details are one of the failures."""
+    """Environments or their worker processes failed too often; the message has one of the failures."""
 
 
 class VerificationError(RunError, RuntimeError):

@@ -82,7 +82,7 @@ class RLCallback(CheckedArguments, Callback):
         """Called before the run waits for an engine that was started but is not ready."""
 
     def on_engine_ready(self, trainer: Loop, module: object) -> None:
-        """Called after the run has waited for an engine, which is now ready or dead."""
+        """Called when the wait for an engine's start ends: the engine is ready, or has failed."""
 
     def on_weight_sync_start(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Called before the actor's weights of ``weight_version`` are sent to the engine."""

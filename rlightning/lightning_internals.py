@@ -185,7 +185,7 @@ def trainer_of(module: LightningModule) -> Trainer | None:
 
 
 def given_checkpoint_io(strategy: object) -> CheckpointIO | None:
-    """Return the checkpoint plugin that a strategy was given; None if its ``checkpoint_io`` would create one."""
+    """Return the checkpoint plugin passed to a strategy; None without one, and then none is created."""
     return strategy._checkpoint_io if isinstance(strategy, Strategy) else None
 
 

@@ -77,7 +77,7 @@ class GivenStrategy:
     name: object
 
     def check(self, key: str) -> None:
-        """Raise a ConfigError for a name that neither this package nor Lightning's source contains."""
+        """Raise a ConfigError if neither this package nor Lightning has a strategy of this name."""
         if not isinstance(self.name, str) or self.name in (*CHOICES, *CLASSES) or "." in self.name:
             return
         files = [file for folder in find_folders("lightning") for file in folder.rglob("*.py")]

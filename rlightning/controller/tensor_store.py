@@ -203,7 +203,7 @@ def live_bytes() -> int:
 
 
 def stores_results() -> bool:
-    """Return whether this process stores results that are equal on all ranks of its tensor-parallel group.
+    """Return whether this rank is the one of its tensor-parallel group that stores the results equal on all of them.
 
     True without a policy; ``RemotizeOnHeadOnly`` sets a policy while its training engine exists.
     """

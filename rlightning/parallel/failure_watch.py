@@ -408,7 +408,7 @@ def active_watch() -> FailureWatch | None:
 
 
 def report_failure(error: BaseException) -> Failure | None:
-    """Report ``error`` to all ranks by the active watch; return the first failure of any rank.
+    """Report ``error`` to all ranks through the active FailureWatch; return the failure that was reported first.
 
     Without a watch, or if :func:`is_failure` is False for the error, report nothing and return None.
     """

@@ -67,7 +67,7 @@ def answer_checker(
 
 
 def find_answer_check(function: object) -> AnswerCheck | None:
-    """Return the data that :func:`answer_checker` has set on a function, or on one inside a ``functools.partial``."""
+    """Return the AnswerCheck that :func:`answer_checker` attached to a function or a ``partial`` of it; else None."""
     marks = (one.answer_check for one in layers(function) if hasattr(one, "answer_check"))
     return next((mark for mark in marks if isinstance(mark, AnswerCheck)), None)
 

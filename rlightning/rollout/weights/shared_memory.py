@@ -85,7 +85,7 @@ class MemoryFile(NamedTuple):
     fd: int
 
     def open(self, device: torch.device, num_bytes: int) -> Tensor:
-        """Return the bucket as a tensor."""
+        """Map the bucket into this process, and return it as a tensor of ``num_bytes`` bytes."""
         with open(f"/proc/{self.pid}/fd/{self.fd}", "r+b") as file:
             return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
 
@@ -97,7 +97,7 @@ class CUDAMemory(NamedTuple):
     arguments: Sequence[object]
 
     def open(self, device: torch.device, num_bytes: int) -> Tensor:
-        """Return the bucket as a tensor; ``device`` is the sender's device, by its index in this process."""
+        """Map the bucket into this process, and return it as a tensor on ``device``, which is the sender's device."""
         arguments = list(self.arguments)
         arguments[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
         return self.rebuild(*arguments)
