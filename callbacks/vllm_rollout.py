@@ -225,7 +225,7 @@ class VLLMRollout(RolloutCallback):
         self._room.teardown(trainer, module, stage)
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
-        """End the engine and the module's processes."""
+        """End the engine, and processes that the module has started, such as reward workers."""
         super().on_exception(trainer, module, exception)
         self._room.on_exception(trainer, module, exception)
 

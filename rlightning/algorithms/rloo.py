@@ -56,7 +56,7 @@ class RLOO(GroupModule):
             )
 
     def compute_advantages(self, batch: RolloutBatch) -> Tensor:
-        """Return each token's advantage: [T], its reward minus the mean reward of the group's other completions."""
+        """Return each token's advantage: [T], its completion's reward minus the mean of the group's others."""
         returns = self.returns(batch)
         advantages = leave_one_out(returns.values, returns.group_ids, returns.trajectory_ids)
         return returns.to_tokens(batch, advantages)

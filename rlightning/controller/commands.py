@@ -240,7 +240,7 @@ class CommandQueue:
             return entries[seen:] or [self.await_failure()]
 
     def forget(self, number: int) -> None:
-        """Delete all entries of a command, after the controller has read the result."""
+        """Delete the responses to a command, after the controller has read its result."""
         with self._changed:
             self._entries.pop(number, None)
 

@@ -65,7 +65,7 @@ def cache_by_config(
 
 
 def can_count(config: PreTrainedConfig) -> bool:
-    """Return whether transformers has the architecture as a causal language model, as :func:`count_weights` requires."""
+    """Return whether transformers has the architecture as a causal language model: :func:`count_weights` needs it."""
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 

@@ -35,7 +35,7 @@ class Connection:
 
     @contextmanager
     def waiting_at(self, name: str) -> Iterator[None]:
-        """Context manager in which ``waits_at`` tells the hang watch that this rank waits at barrier ``name``."""
+        """Context manager in which the hang watch reports that this rank waits at barrier ``name``."""
         self.waits_at = name
         try:
             yield

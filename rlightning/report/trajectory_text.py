@@ -77,7 +77,7 @@ def to_data(scored: ScoredTrajectory) -> dict[str, object]:
 
 
 def first_turns(trajectory: Trajectory) -> dict[int, list[Branch]]:
-    """Return the branches after the first, by the index of the turn at which each begins: the first one sampled in it.
+    """Return all branches but the first, keyed by the index of the first turn that was sampled in the branch.
 
     Earlier turns in a branch are history.
     """

@@ -274,7 +274,9 @@ class RankEngines(RankSamplers):
 
 
 def colocated_engines(configs: Sequence[EngineConfig], num_ranks: int = 1) -> RankEngines:
-    """Return the engines on this rank's device, or on the devices of ``num_ranks`` ranks. Every rank must call it.
+    """Create the engines on this rank's device; with ``num_ranks`` above 1 each on the devices of so many ranks.
+
+    Every rank must call it. Engines are not started yet.
 
     Args:
         configs: configurations of the engines on this rank's device, as for a single rank.

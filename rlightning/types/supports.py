@@ -35,5 +35,5 @@ class Supports:
         return f"Supports({self.token_ids!r}, {self.sizes!r})"
 
     def to_plain(self) -> list[bytes]:
-        """Return ``token_ids`` and ``sizes`` as bytes, from which the class can be created again."""
+        """Return ``token_ids`` and ``sizes`` as bytes, from which an equal object can be created."""
         return [self.token_ids.tobytes(), self.sizes.tobytes()]

@@ -89,7 +89,7 @@ class BroadcastSender(WeightSender):
 
 
 class BroadcastReceiver(WeightReceiver):
-    """Receives the broadcast of each chunk into its own bucket."""
+    """Receives each broadcast chunk into a bucket that this process has allocated."""
 
     def __init__(self, plan: ChunkPlan, place: Place) -> None:
         self.plan, self._place = plan, place
