@@ -53,6 +53,8 @@ class Core:
     logprobs: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     messages: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     reasons: dict[str, str] = field(default_factory=dict)
+    shares: list[float] = field(default_factory=list)
+    """Of the running requests, those that are deferred after each step with fewer free blocks than running requests."""
     num_columns: int = 1
 
     def begin(self) -> tuple[Any, ModelRunnerOutput]:
@@ -65,8 +67,11 @@ class Core:
         blocks |= dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
         preempted = scheduled.preempted_req_ids or set()
         outputs = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
-        whole = scheduled.total_num_scheduled_tokens, cached.all_token_ids, cached.resumed_req_ids, outputs
+        running = [request.request_id for request in self.scheduler.running]
+        whole = scheduled.total_num_scheduled_tokens, cached.all_token_ids, cached.resumed_req_ids, outputs, running
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if free < len(running) and hasattr(self.scheduler, "deferred"):
+            self.shares.append(len(self.scheduler.deferred.rows) / len(running))
         ended = scheduled.finished_req_ids
         self.steps.append((scheduled.num_scheduled_tokens, computed, blocks, ended, whole, free, preempted))
         rows, sampled = [], []
@@ -110,13 +115,15 @@ class Core:
                 self.end(*under_way.pop(0))
 
 
-def make_core(folder: str, make: Any, num_blocks: int, max_batched_tokens: int, *, is_ahead: bool) -> tuple[Core, Any]:
+def make_core(
+    folder: str, make: Any, num_blocks: int, max_batched_tokens: int, *, is_ahead: bool, max_num_seqs: int = 12
+) -> tuple[Core, Any]:
     """A core, and what hashes its requests' blocks."""
     with patch.dict(os.environ):  # vLLM sets some for its engines, which later tests would inherit
         config = EngineArgs(
             model=folder,
             max_model_len=256,
-            max_num_seqs=12,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_batched_tokens,
             block_size=BLOCK_TOKENS,
             enforce_eager=True,
@@ -184,6 +191,45 @@ def test_what_runs_when_is_vllms(folder: str, is_ahead: bool, num_blocks: int, m
         assert set(own.reasons.values()) == {"stop", "length"}
         num_preempted = sum(len(preempted) for *_, preempted in own.steps)
         assert len(own.reasons) >= 28 and (num_preempted > 5) == (num_blocks < 200)  # two are aborted
+
+
+def run_full_cache(folder: str, make: Any, *, is_ahead: bool, seed: int) -> Core:
+    """Groups of samples of one prompt, in a KV cache that holds about half of the requests that may run at a time."""
+    random = np.random.default_rng(seed)
+    max_num_seqs, num_samples = int(random.integers(20, 60)), int(random.integers(1, 9))
+    num_blocks, max_batched_tokens = int(random.integers(3, 6)) * max_num_seqs, int(random.choice([64, 150, 2048]))
+    core, hasher = make_core(folder, make, num_blocks, max_batched_tokens, is_ahead=is_ahead, max_num_seqs=max_num_seqs)
+    arrivals: dict[int, list[Request]] = defaultdict(list)
+    last_arrival = int(random.choice([1, 40, 300]))
+    for group in range(2 * max_num_seqs // num_samples):
+        step, prompt_tokens = int(random.integers(last_arrival)), int(random.integers(5, 70))
+        for sample_number in range(num_samples):
+            length, streams = int(random.integers(60, 180)), random.random() < 0.05
+            request = make_request(
+                f"{group}.{sample_number}", hasher, length, group, prompt_tokens=prompt_tokens, streams=streams
+            )
+            arrivals[step].append(request)
+    aborts = {int(step): f"{int(random.integers(4))}.0" for step in random.integers(20, 200, 3)}
+    core.run(arrivals, aborts, is_ahead=is_ahead)
+    return core
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_schedule_with_full_cache_is_vllms_and_most_are_deferred(folder: str, is_ahead: bool) -> None:
+    num_preempted, shares = 0, list[float]()
+    for seed in range(5):
+        own = run_full_cache(folder, make_scheduler, is_ahead=is_ahead, seed=seed)
+        vllms = run_full_cache(folder, KINDS[is_ahead], is_ahead=is_ahead, seed=seed)
+        assert own.steps == vllms.steps
+        assert [list(scheduled) for scheduled, *_ in own.steps] == [list(scheduled) for scheduled, *_ in vllms.steps]
+        assert own.reasons == vllms.reasons
+        assert all(own.tokens[name] == vllms.tokens[name] for name in own.reasons)
+        num_preempted += sum(len(preempted) for *_, preempted in own.steps)
+        shares += own.shares
+        assert not own.scheduler.requests  # those preempted were resumed, and ended
+    assert num_preempted > 100 and len(shares) > 500
+    assert np.mean(shares) > 0.6
 
 
 @pytest.mark.processes

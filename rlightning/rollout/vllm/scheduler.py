@@ -4,7 +4,7 @@ The core is one Python process that loops over all running sequences in every st
 than the GPU's part of the step (docs/performance.md), mostly without need: a sequence whose last block has room, and
 which the sampled token does not end, needs only one more token. Such sequences are deferred: their tokens are written
 into arrays, for all sequences together. A sequence is returned to vLLM's code, with its tokens, when its state may
-change: its block is full, it ends, it is aborted or paused, or the KV cache runs out. The schedule and the blocks are
+change: its block is full, it ends, it is aborted or paused, or vLLM may preempt it. The schedule and the blocks are
 the same as vLLM's.
 
 Tokens of a sequence that is read only at its end are sent to the client process :data:`TOKENS_AT_ONCE` at a time; all
@@ -212,7 +212,8 @@ class RolloutScheduler(Scheduler):
         is_single = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
         has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp or self.lora_config
         has_room = self.max_num_running_reqs <= self.max_num_scheduled_tokens
-        counts = self.scheduler_config.long_prefill_token_threshold or self.scheduler_config.watermark  # say who runs
+        config = self.scheduler_config
+        counts = config.long_prefill_token_threshold or config.watermark or config.policy != "fcfs"  # say who runs
         if not is_single or has_more or not has_room or counts or envs.VLLM_COMPUTE_NANS_IN_LOGITS:
             return False
         return is_tested(vllm.__version__)
@@ -230,9 +231,10 @@ class RolloutScheduler(Scheduler):
         deferred = self.deferred
         self._wake(deferred.due())
         awake = [request for request in self.running if request.request_id not in deferred.rows]
-        if deferred.rows and (throttle_prefills or not self._fits(awake)):
-            self._wake(list(deferred.rows))
-            awake = self.running
+        num_missing = len(deferred.rows) if throttle_prefills else self._num_missing_blocks(awake)
+        if deferred.rows and num_missing > 0:
+            self._wake_last(num_missing)
+            awake = [request for request in self.running if request.request_id not in deferred.rows]
         running, num_awake, num_deferred = self.running, len(awake), len(deferred.rows)
         self.running = awake
         self._lower_limits(num_deferred)
@@ -240,7 +242,8 @@ class RolloutScheduler(Scheduler):
         self._lower_limits(-num_deferred)
         begun = [request for request in self.running if output.num_scheduled_tokens.get(request.request_id) == 1]
         if num_deferred:
-            self.running = running + self.running[num_awake:]
+            num_preempted = max(num_awake - len(self.running), 0)  # from the end; then vLLM admits no other request
+            self.running = running[: len(running) - num_preempted] + self.running[num_awake:]
             self._schedule_deferred(output)
         deferred.step += 1
         self._defer(begun)
@@ -262,19 +265,31 @@ class RolloutScheduler(Scheduler):
     def _num_free_blocks(self) -> int:
         return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def _fits(self, awake: list[Request]) -> bool:
-        """Whether the KV cache has blocks for these and the deferred requests without preempting any."""
+    def _num_missing_blocks(self, awake: list[Request]) -> int:
+        """Return how many more blocks than are free these requests may need in the next step; deferred ones need none.
+
+        All blocks that a prompt still needs are counted, although a step may compute only a part of it.
+        """
         needed = 0
         for request in awake:
             if request.is_prefill_chunk:
-                needed += request.num_tokens // self.block_size + 1
+                needed += request.num_tokens // self.block_size + 1 - request.num_computed_tokens // self.block_size
             elif request.num_computed_tokens % self.block_size == 0:
                 needed += 1
-        return needed <= self._num_free_blocks()
+        return needed - self._num_free_blocks()
+
+    def _wake_last(self, number: int) -> None:
+        """Return the last ``number`` deferred requests of ``running`` to vLLM's code, which may preempt them.
+
+        vLLM preempts from the end of ``running``. A deferred request has a block of its own, which is not yet full,
+        so that preempting these frees at least ``number`` blocks, and vLLM preempts no request before them.
+        """
+        names = [request.request_id for request in self.running if request.request_id in self.deferred.rows]
+        self._wake(names[-number:])
 
     def _defer(self, requests: Iterable[Request]) -> None:
-        """Defer those of ``requests`` that can be, unless the KV cache is so full that they would soon return."""
-        if self._is_paused or self._num_free_blocks() <= len(self.running):
+        """Defer those of ``requests`` that can be."""
+        if self._is_paused:
             return
         for request in requests:
             if num_steps := self._steps_to_defer(request):
