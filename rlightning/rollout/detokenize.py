@@ -31,14 +31,23 @@ def decode_completions(
         completions: the tokens of each completion.
     """
     context = list(prompt[-CONTEXT_TOKENS:])
-    before = decode_tokens(tokenizer, context)
+    before, *wholes = decode_all(tokenizer, [context, *(context + list(token_ids) for token_ids in completions)])
     texts = []
-    for token_ids in map(list, completions):
-        text = decode_tokens(tokenizer, context + token_ids)
+    for token_ids, whole in zip(completions, wholes, strict=True):
         # A prompt that ends within a character is decoded differently once the character is complete.
-        text = text.removeprefix(before) if text.startswith(before) else decode_tokens(tokenizer, token_ids)
+        text = whole.removeprefix(before) if whole.startswith(before) else decode_tokens(tokenizer, list(token_ids))
         texts.append(text.rstrip(UNFINISHED))
     return texts
+
+
+def decode_all(tokenizer: "Tokenizer", sequences: list[list[int]]) -> list[str]:
+    """Return the texts of token sequences, as :func:`decode_tokens` decodes each.
+
+    A Rust backend decodes them in parallel, and meanwhile lets Python's other threads run.
+    """
+    if has(tokenizer, HasBackend):
+        return list(tokenizer.backend_tokenizer.decode_batch(sequences, skip_special_tokens=True))
+    return [decode_tokens(tokenizer, token_ids) for token_ids in sequences]
 
 
 def decode_tokens(tokenizer: "Tokenizer", token_ids: list[int]) -> str:

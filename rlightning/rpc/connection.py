@@ -13,7 +13,7 @@ little-endian.
 import asyncio
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 import msgpack
@@ -25,6 +25,8 @@ MAX_BUFFER_BYTES = 64 << 30
 """Maximum bytes of all buffers of a message together."""
 WRITE_BUFFER_BYTES = 1 << 20
 """Bytes in a connection's write buffer above which a sender waits until the receiver has read some."""
+JOINED_BYTES = 1 << 16
+"""Bytes up to which a part of a message is joined with others by a copy, which takes less than a system call each."""
 SCRATCH_BYTES = 1 << 18
 """Size of the buffer for reading; longer data is read directly into its own memory."""
 FRAME_BYTES = 4096
@@ -131,7 +133,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
         self._socket: socket.socket
         self._error: ConnectionLostError | None = None
-        self._send_lock = asyncio.Lock()
+        self._send_lock, self._num_waiting = asyncio.Lock(), 0
         self._may_write = asyncio.Event()
         self._may_write.set()
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
@@ -156,7 +158,7 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_writable(self) -> bool:
         """Whether a small message would be sent without waiting."""
-        return self._may_write.is_set() and not self._send_lock.locked()
+        return self._may_write.is_set() and not self._num_waiting
 
     async def send(self, message: object) -> None:
         """Send a message; return when it has been written, or fits into the write buffer.
@@ -168,20 +170,22 @@ class Connection(asyncio.BufferedProtocol):
             TypeError, ValueError, OverflowError: the message cannot be sent; see :func:`encode`.
         """
         frame, buffers = encode(message)
-        if self.is_writable and not buffers:
-            self._write(frame)
+        num_bytes = len(frame) + sum(map(len, buffers))
+        if self.is_writable and (not buffers or num_bytes <= WRITE_BUFFER_BYTES):
+            # Not in a task, whose first step would come after those of all tasks that can run now.
+            self._write(b"".join((frame, *buffers)))
         else:
+            self._num_waiting += 1  # later messages must not overtake it
             await asyncio.shield(self._write_in_turn(frame, buffers))
 
-    async def _write_in_turn(self, frame: bytes, buffers: list[memoryview]) -> None:
-        async with self._send_lock:
-            await self._may_write.wait()
-            self._write(frame)
-            for buffer in buffers:
-                # In pieces: data that the system does not accept immediately is copied.
-                for start in range(0, len(buffer), WRITE_BUFFER_BYTES):
+    async def _write_in_turn(self, frame: bytes, buffers: Sequence[memoryview]) -> None:
+        try:
+            async with self._send_lock:
+                for piece in _split(memoryview(frame), *buffers):
                     await self._may_write.wait()
-                    self._write(buffer[start : start + WRITE_BUFFER_BYTES])
+                    self._write(piece)
+        finally:
+            self._num_waiting -= 1
 
     def close(self, error: ConnectionLostError | None = None) -> None:
         """Close the connection after all messages have been sent; with an error, immediately."""
@@ -284,6 +288,27 @@ class Connection(asyncio.BufferedProtocol):
         else:
             self._num_read += 1
             self._expect(self._buffers[self._num_read - 1], self._read_buffer)
+
+
+def _split(*parts: memoryview) -> "Iterator[bytes | memoryview]":
+    """Yield the parts of a message in pieces of at most ``WRITE_BUFFER_BYTES``: what is unsent of a piece is copied.
+
+    Small parts are joined to one piece.
+    """
+    small: list[memoryview] = []
+    num_small = 0
+    for part in parts:
+        is_small = len(part) <= JOINED_BYTES
+        if small and not (is_small and num_small + len(part) <= WRITE_BUFFER_BYTES):
+            yield b"".join(small)
+            small, num_small = [], 0
+        if is_small:
+            small.append(part)
+            num_small += len(part)
+        else:
+            yield from (part[start : start + WRITE_BUFFER_BYTES] for start in range(0, len(part), WRITE_BUFFER_BYTES))
+    if small:
+        yield b"".join(small)
 
 
 def _check_sizes(num_bytes: int, sizes: "list[int] | tuple[int, ...]", error: type[Exception]) -> None:

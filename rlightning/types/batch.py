@@ -405,7 +405,8 @@ def _check_sampled(batch: RolloutBatch) -> None:
             raise ValueError(
                 f"Prompt {one.prompt.index}: a branch begins with a sampled token, which nothing could predict."
             )
-    num_trained = batch.sum_tokens(batch.is_sampled.long())
+    trained = batch.sampled_lengths
+    num_trained = trained.new_zeros(batch.num_trajectories).index_add_(0, batch.trajectory_ids, trained)
     for one, count in zip(batch.trajectories, num_trained.tolist(), strict=True):
         if count != one.num_sampled or (len(one.turns) > 1 and not _trains_samples(one)):
             raise ValueError(

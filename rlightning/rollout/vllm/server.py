@@ -128,6 +128,9 @@ class VLLMServer:
         """A lock that is held while a request is passed to vLLM, in several awaits, and during a weight update."""
         self._transition = asyncio.Lock()
         """A lock that is held while an update begins or ends."""
+        self._conversion = asyncio.Lock()
+        """A lock for one request after the other: of those that end in the same step, each is sent before the next one
+        is converted."""
 
     async def generate(
         self, token_ids: Sequence[int], sampling: dict[str, Any], stream: str | None = None
@@ -160,20 +163,11 @@ class VLLMServer:
                 output, versions = await self._run(token_ids, params, has_versions=True, stream=tokens)
             finally:
                 self._streams.pop(stream, None)
-        outputs: list[EngineOutput] = []
-        for one, one_versions in zip(output.outputs, versions, strict=True):
-            logprobs, supports = _read_logprobs(one.logprobs, max_support)
-            outputs.append(
-                {
-                    "token_ids": np.asarray(one.token_ids, np.int64),
-                    "logprobs": logprobs,
-                    "weight_versions": one_versions,
-                    "end": one.stop_reason,
-                    "num_cached_tokens": output.num_cached_tokens or 0,
-                    "supports": supports,
-                }
-            )
-        return outputs
+        async with self._conversion:
+            return [
+                _read_output(one, one_versions, output.num_cached_tokens or 0, max_support)
+                for one, one_versions in zip(output.outputs, versions, strict=True)
+            ]
 
     async def read_tokens(self, stream: str) -> list[tuple[int, list[int]]]:
         """Wait for new tokens, and return pairs of a sample's index and its tokens since the last call.
@@ -332,6 +326,21 @@ class VLLMServer:
         for state in self.engine.output_processor.request_states.values():
             if state.detokenizer is not None:
                 yield state.external_req_id, state.request_index, state.detokenizer.num_output_tokens()
+
+
+def _read_output(
+    output: CompletionOutput, versions: NDArray[np.int32], num_cached_tokens: int, max_support: int
+) -> EngineOutput:
+    assert isinstance(output.logprobs, FlatLogprobs), "flat_logprobs=True"
+    logprobs, supports = _read_logprobs(output.logprobs, max_support)
+    return {
+        "token_ids": np.asarray(output.token_ids, np.int64),
+        "logprobs": logprobs,
+        "weight_versions": versions,
+        "end": output.stop_reason,
+        "num_cached_tokens": num_cached_tokens,
+        "supports": supports,
+    }
 
 
 def _read_logprobs(
