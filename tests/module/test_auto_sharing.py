@@ -134,6 +134,22 @@ def test_auto_takes_the_steps_of_sequences_alone(model_folder: str, tmp_path: Pa
     assert short["decisions"] == [False, False] and short["weights"] == alone["weights"]
 
 
+def test_resumed_run_decides_alike_and_has_the_same_bits(model_folder: str, tmp_path: Path) -> None:
+    def fit(steps: int, ckpt_path: Path | None = None) -> tuple[Recorded, Any]:
+        module = make_algorithm(Recorded, model_folder, samples_per_prompt=4, validate_first=False)
+        trainer = make_trainer(tmp_path, steps, UseGenerator(LongPrompts), precision="64-true")
+        trainer.fit(module, make_data(tmp_path), ckpt_path=ckpt_path)
+        return module, trainer
+
+    whole, _ = fit(2)
+    _, trainer = fit(1)
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    resumed, _ = fit(2, tmp_path / "first.ckpt")
+    assert resumed.decisions == whole.decisions[1:] == [True]
+    expected = full_weights(whole.loaded_actor)
+    assert all(torch.equal(weight, expected[name]) for name, weight in full_weights(resumed.loaded_actor).items())
+
+
 def train_rank(folder: Path, model: str, thresholds: Sequence[float]) -> list[dict[str, Any]]:
     """A run in which rank 0 alone has much to share for each threshold, then one in which both have."""
     rank = os.environ["RANK"]
