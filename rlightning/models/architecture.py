@@ -200,7 +200,7 @@ def _build_small(config: PreTrainedConfig) -> PreTrainedModel:
         if is_set_for_all_layers(small, name):
             setattr(text_config, name, value)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed() would also seed CUDA, which is not restored
         policy: PreTrainedModel = AutoModelForCausalLM.from_config(
             small, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
         )

@@ -36,6 +36,9 @@ from rlightning.types.shared_prefixes import Prefixes, find_prefixes, share_pref
 Batch = TypeVar("Batch", bound=RolloutBatch)
 MIN_SHARED = 0.2
 """Least share of a sequence's tokens that a shared prefix must have to be computed once for all sequences."""
+MIN_SAVED_SHARE = 0.3
+"""Least share of an update's tokens that shared prefixes must save to be computed once with ``share_prefixes="auto"``.
+Measured in docs/performance.md."""
 MIN_GAIN = 0.95
 """Groups are moved again only if this reduces the time of an update to this share of it, or less."""
 
@@ -222,20 +225,38 @@ class Packing:
         device: that computes the micro-batches.
         dtype: of the policy's weights.
         adapter_weights: number of an adapter's weights, the only trained ones then; 0 without an adapter.
-        shares_prefixes: whether a long prefix that sequences of a micro-batch share is computed once.
+        shares_prefixes: whether a long prefix that sequences of a micro-batch share is computed once; None to do what
+            the batch's ``shares_prefixes`` says.
     """
 
     config: PreTrainedConfig
     device: torch.device
     dtype: torch.dtype
     adapter_weights: int = 0
-    shares_prefixes: bool = False
+    shares_prefixes: bool | None = False
 
     def prefixes(self, batch: RolloutBatch) -> Prefixes:
         """Return for each sequence of a batch on the CPU the length of the prefix that is computed only once for it and
         others; 0 if none is.
         """
-        return find_long_prefixes(batch) if self.shares_prefixes else Prefixes.none(batch.num_sequences)
+        is_shared = batch.shares_prefixes if self.shares_prefixes is None else self.shares_prefixes
+        return find_long_prefixes(batch) if is_shared else Prefixes.none(batch.num_sequences)
+
+    def saved_share(self, batch: RolloutBatch, max_tokens: int) -> float:
+        """Return the share of all ranks' tokens that shared prefixes save. Every rank must call it.
+
+        Only prefixes that sequences of a group share are counted, up to the tokens of a micro-batch: which groups are
+        on the same rank does not change the result.
+
+        Args:
+            batch: this rank's whole groups, on the CPU.
+            max_tokens: maximum tokens of a micro-batch.
+        """
+        prefixes = find_long_prefixes(batch, batch.group_ids[batch.trajectory_ids].tolist())
+        self._join(batch, prefixes, max_tokens)
+        counts = torch.tensor([int(prefixes.lengths.sum()), batch.num_tokens])
+        saved, total = all_reduce(counts, name="lengths of shared prefixes").tolist()
+        return float(saved / max(total, 1))
 
     def costs(self, batch: RolloutBatch) -> Tensor:
         """Return the floating point operations of forward and backward over each sequence: [N].
@@ -252,9 +273,7 @@ class Packing:
         a sharded model gathers its weights in each pass; some may be empty.
         """
         prefixes = self.prefixes(batch)
-        share = path_share(self.config, copies_all=self.shares_prefixes and self._copies_keys())
-        families, tokens = join_families(prefixes, batch.lengths.tolist(), max_tokens, share)
-        prefixes.lengths[[family[0] for family in families]] = 0  # the first of a family computes the prefix
+        families, tokens = self._join(batch, prefixes, max_tokens)
         flops = self._flops(batch, prefixes).tolist()
         split = partial(split_microbatches, tokens, max_tokens, costs=[sum(flops[n] for n in one) for one in families])
         parts = split()
@@ -277,6 +296,15 @@ class Packing:
             microbatch.shared = share_prefixes(chosen.cu_seqlens, prefixes).to(self.device)
         return microbatch
 
+    def _join(self, batch: RolloutBatch, prefixes: Prefixes, max_tokens: int) -> tuple[list[list[int]], list[float]]:
+        """Return families and their effective tokens (:func:`join_families`), and set the prefix length of the first of
+        each family, which computes the prefix, to 0.
+        """
+        share = path_share(self.config, copies_all=self._copies_keys())
+        families, tokens = join_families(prefixes, batch.lengths.tolist(), max_tokens, share)
+        prefixes.lengths[[family[0] for family in families]] = 0
+        return families, tokens
+
     def _copies_keys(self) -> bool:
         """Return whether attention over shared prefixes copies keys and values, for want of a packed kernel."""
         kind = self.device.type
@@ -288,11 +316,15 @@ class Packing:
         return count(batch.lengths, batch.sampled_lengths) - count(shared, torch.zeros_like(shared))
 
 
-def find_long_prefixes(batch: RolloutBatch) -> Prefixes:
+def find_long_prefixes(batch: RolloutBatch, groups: Sequence[int] | None = None) -> Prefixes:
     """Return the length of the prefix that each sequence of a batch on the CPU shares with another; 0 if it is less
     than the share :data:`MIN_SHARED` of the sequence.
+
+    Args:
+        batch: a batch on the CPU.
+        groups: [N]; sequences of different groups share nothing. None for a single group.
     """
-    order, lengths = find_prefixes(batch.token_ids, batch.cu_seqlens)
+    order, lengths = find_prefixes(batch.token_ids, batch.cu_seqlens, groups)
     return Prefixes(order, np.where(lengths >= MIN_SHARED * batch.lengths.numpy(), lengths, 0))
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -39,7 +39,7 @@ from rlightning.models.layers import Checkpointing, compile_layers, should_compi
 from rlightning.models.rotary import use_exact_angles
 from rlightning.models.whole_policy import load_whole_policy
 from rlightning.module import adapter_checkpoints
-from rlightning.module.batching import Packing
+from rlightning.module.batching import MIN_SAVED_SHARE, Packing
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.ranks import Ranks
 from rlightning.module.roles import ACTOR, ModelRole, make_optimizers
@@ -79,8 +79,8 @@ class PolicyModule(Ranks, SavedModule):
             fewest layers that leave room for a micro-batch (none if that is unknown, as on the CPU).
         compile: whether layers are compiled by torch.compile, which makes the first step slow; None for only on CUDA.
         share_prefixes: compute a common prefix of a micro-batch's sequences once, if it is at least a fifth of one of
-            them, see docs/performance.md. Results are the same up to rounding. Off by default, since its speed on
-            GPUs has not been measured yet.
+            them, see docs/performance.md. Results are the same up to rounding. "auto" for the rollouts of which that
+            saves at least :data:`~rlightning.module.batching.MIN_SAVED_SHARE` of the tokens.
         adapter: train a low-rank adapter (LoRA) in place of the weights, see :class:`~rlightning.models.Adapter` and
             docs/adapters.md; needs the package peft.
         trust_remote_code: whether a model's own Python code (``auto_map`` in its config.json) may run, in trainer and
@@ -106,7 +106,7 @@ class PolicyModule(Ranks, SavedModule):
         optimizer_states: OptimizerStates = "float32",
         gradient_checkpointing: Checkpointing = "auto",
         compile: bool | None = None,
-        share_prefixes: bool = False,
+        share_prefixes: bool | Literal["auto"] = "auto",
         adapter: Adapter | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -128,7 +128,7 @@ class PolicyModule(Ranks, SavedModule):
         self.adapter = None if adapter is None else resolve_adapter(adapter, model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # set after construction, from a file
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
-        self.share_prefixes = share_prefixes
+        self.share_prefixes: bool | Literal["auto"] = share_prefixes
         self.sends_adapter = False
         self.roles: dict[str, ModelRole] = {}
         self.actor: PreTrainedModel | None = None
@@ -396,7 +396,7 @@ class PolicyModule(Ranks, SavedModule):
         """Return the given sequences of a batch on this rank's device; if none are given, a padding batch that adds no
         loss.
 
-        With ``share_prefixes``, their long common prefixes are computed once.
+        If the batch shares prefixes (:meth:`decide_sharing`), long common ones are computed once.
         """
         return self.packing.microbatch(batch, sequences)
 
@@ -413,6 +413,18 @@ class PolicyModule(Ranks, SavedModule):
         """
         return self.packing.costs(batch)
 
+    def decide_sharing(self, batch: RolloutBatch, max_tokens: int) -> bool:
+        """Return whether long common prefixes of a rollout's sequences are computed once. Every rank must call it, and
+        gets the same result.
+
+        Args:
+            batch: this rank's whole groups, on the CPU.
+            max_tokens: maximum tokens of a micro-batch.
+        """
+        if self.share_prefixes != "auto":
+            return self.share_prefixes and self._can_share
+        return self.packing.saved_share(batch, max_tokens) >= MIN_SAVED_SHARE and self._can_share
+
     @property
     def packing(self) -> Packing:
         """The object that splits the actor's sequences into micro-batches, and builds these."""
@@ -421,8 +433,13 @@ class PolicyModule(Ranks, SavedModule):
             device=self.device,
             dtype=torch.get_default_dtype() if self.actor is None else self.actor.dtype,
             adapter_weights=0 if self.adapter is None else self.adapter.num_parameters,
-            shares_prefixes=self.share_prefixes and can_share_prefixes(self.model_config, self.device.type),
+            shares_prefixes=None if self.share_prefixes == "auto" else self.share_prefixes and self._can_share,
         )
+
+    @property
+    def _can_share(self) -> bool:
+        """Whether the actor's architecture gives the same results if a prefix is computed once."""
+        return can_share_prefixes(self.model_config, self.device.type)
 
     @property
     def loaded_actor(self) -> PreTrainedModel:

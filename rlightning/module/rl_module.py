@@ -291,6 +291,7 @@ class RLModule(EvaluationSteps):
         Returns:
             Whole groups, on the CPU; ``group_ids`` are numbered over all ranks.
         """
+        batch.shares_prefixes = self.decide_sharing(batch, self.plan.max_tokens_per_microbatch)
         return balance(
             batch,
             self.costs,

@@ -17,6 +17,7 @@ from rlightning.models.architecture import can_share_prefixes
 from rlightning.models.attention import describe_attention
 from rlightning.models.counts import can_count, count_weights
 from rlightning.models.layers import should_compile
+from rlightning.module.batching import MIN_SAVED_SHARE
 from rlightning.module.evaluation import EvaluationSteps
 from rlightning.module.roles import ACTOR
 from rlightning.optim.moments import bytes_per_parameter
@@ -65,16 +66,24 @@ def describe_model(trainer: Trainer, module: EvaluationSteps) -> str:
     computes_in = torch.bfloat16 if trainer.precision.startswith("bf16") else torch.get_default_dtype()
     _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
     attention = describe_attention(module.model_config, device, computes_in)
-    if module.share_prefixes:
-        is_exact = can_share_prefixes(module.model_config, device.type)
-        attention += ", of shared prefixes once" if is_exact else ", of shared prefixes each time (once is inexact)"
+    shared = describe_sharing(module, device)
     reference = f", reference {module.reference_path}" if module.kl_coef else ""
     adapter = module.adapter
     trained = "" if adapter is None else f", trained by {adapter.describe()} ({adapter.num_parameters:,} parameters)"
     return (
         f"{module.model_path} ({module.model_config.model_type}, {num_parameters:,} parameters){reference}{trained}; "
-        f"attention is {attention}; {compiled}"
+        f"attention is {attention}; {shared}{compiled}"
     )
+
+
+def describe_sharing(module: EvaluationSteps, device: torch.device) -> str:
+    """Return how often shared prefixes are computed, with a semicolon; "" if each sequence computes its own."""
+    if module.share_prefixes == "auto":
+        return f"shared prefixes are computed once where that saves {MIN_SAVED_SHARE:.0%} of the tokens; "
+    if module.share_prefixes:
+        is_exact = can_share_prefixes(module.model_config, device.type)
+        return f"shared prefixes are computed {'once' if is_exact else 'each time (once is inexact)'}; "
+    return ""
 
 
 def describe_layout(trainer: Trainer) -> str:

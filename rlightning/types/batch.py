@@ -83,6 +83,7 @@ class RolloutBatch:
         old_logprobs: [T] float32, of the policy before this rollout's first update.
         ref_logprobs: [T] float32, of the reference model.
         is_skipped: [N] bool, sequences without gradient, which the update does not compute.
+        shares_prefixes: whether ``share_prefixes="auto"`` computes long common prefixes of this batch's sequences once.
         totals: the loss's denominators; set on micro-batches.
         shared: tokens of a micro-batch that are computed once for several sequences; None if none are.
 
@@ -108,6 +109,7 @@ class RolloutBatch:
     old_logprobs: Tensor | None = field(default=None, metadata=axis("T"))
     ref_logprobs: Tensor | None = field(default=None, metadata=axis("T"))
     is_skipped: Tensor | None = field(default=None, metadata=axis("N"))
+    shares_prefixes: bool = False
     totals: LossTotals | None = None
     shared: SharedPrefixes | None = None
     _max_length: int | None = field(default=None, repr=False)

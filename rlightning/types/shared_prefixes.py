@@ -87,19 +87,22 @@ class SharedPrefixes:
         return SharedPrefixes(**values)
 
 
-def find_prefixes(token_ids: Tensor, cu_seqlens: Tensor) -> Prefixes:
+def find_prefixes(token_ids: Tensor, cu_seqlens: Tensor, groups: Sequence[int] | None = None) -> Prefixes:
     """Return the sorted order of sequences, and the length of the prefix that each shares with the previous one.
 
     Args:
         token_ids: [T] on the CPU.
         cu_seqlens: [N+1], bounds of the sequences.
+        groups: [N], the group of each sequence; sequences of different groups share nothing. None for a single group.
     """
     tokens, bounds = token_ids.numpy(), cu_seqlens.tolist()
     sequences = [tokens[start:end] for start, end in pairwise(bounds)]
-    order = sorted(range(len(sequences)), key=lambda n: sequences[n].astype(">u4").tobytes())
+    group_of = [0] * len(sequences) if groups is None else groups
+    order = sorted(range(len(sequences)), key=lambda n: (group_of[n], sequences[n].astype(">u4").tobytes()))
     lengths = np.zeros(len(sequences), np.int64)
     for before, n in pairwise(order):
-        lengths[n] = _common_length(sequences[before], sequences[n][:-1])
+        if group_of[before] == group_of[n]:
+            lengths[n] = _common_length(sequences[before], sequences[n][:-1])
     return Prefixes(order, lengths)
 
 

@@ -19,6 +19,7 @@ from rlightning.algorithms import GRPO
 from rlightning.errors import ConfigError
 from rlightning.models import layers, load_policy, packed_logprobs
 from rlightning.models.layers import checkpoint_layers, compile_layers, decoder_layers, should_compile
+from rlightning.module.batching import MIN_SAVED_SHARE
 from rlightning.types import RolloutBatch
 from rlightning.types.shared_prefixes import find_prefixes, share_prefixes
 
@@ -127,6 +128,20 @@ def test_segments_of_any_depth_are_compiled_once(tmp_path: Path, monkeypatch: py
     assert count_graphs() == 1 and not counters["graph_break"]
 
 
+@pytest.mark.long
+def test_layers_compile_once_with_and_once_without_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that updates may alternate."""
+    policy = load_policy(save_tiny("qwen3", tmp_path, head_dim=8))
+    run_kernels_on_cpu(monkeypatch)
+    compile_layers(policy)
+    for length, is_shared in enumerate([False, True, False, True, True, False], start=5):
+        batch = RolloutBatch.of_sequences([[*range(3, length), *[30 + n] * length] for n in range(3)])
+        if is_shared:
+            batch.shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
+        packed_logprobs(policy, batch)[0].sum().backward()
+    assert count_graphs() == 2 and not counters["graph_break"]
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 @pytest.mark.long
 def test_checkpointed_layers_compute_twice_to_the_same_gradient(count: int, tmp_path: Path) -> None:
@@ -172,7 +187,10 @@ def test_a_compiled_run_is_the_eager_run(tmp_path: Path, caplog: pytest.LogCaptu
     torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
     assert not counters["graph_break"]
     told = [message for message in caplog.messages if "attention is" in message]
-    padded = "padded to the longest sequence, because it runs on the CPU; "
+    padded = (
+        "padded to the longest sequence, because it runs on the CPU; "
+        f"shared prefixes are computed once where that saves {MIN_SAVED_SHARE:.0%} of the tokens; "
+    )
     ways = [" ".join(message.split()).partition("; attention is ")[2] for message in told]
     assert [way.partition(" layout")[0].partition(" (")[0] for way in ways] == [
         f"{padded}layers are not compiled",

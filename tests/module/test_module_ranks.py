@@ -67,7 +67,8 @@ class Branching(ActorGenerator):
 def train(folder: Path, model: str, case: tuple[str, dict[str, Any]], num_ranks: int = 1) -> dict[str, Any]:
     """Three steps of one of the classes above, or GRPO; of trajectories of two branches in the run with a KL term."""
     algorithm, arguments = case
-    usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 23, "kl_coef": 0.0}
+    # What sequences share would depend on the ranks, and norms round to float32.
+    usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 23, "kl_coef": 0.0, "share_prefixes": False}
     module = make_algorithm(globals()[algorithm], model, **usual | arguments)
     ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
     # In float32 Adam takes a whole step where a gradient is nothing but rounding.

@@ -95,7 +95,13 @@ def train(folder: Path, model: str, algorithm: str, kind: str | None = None, **a
         record.computed[-1] += int(batch.is_sampled.any())
         return packed_logprobs(model, batch, **kwargs)
 
-    usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 46, "validate_first": False, "weight_decay": 0.1}
+    usual = {
+        "samples_per_prompt": 4,
+        "max_tokens_per_microbatch": 46,
+        "share_prefixes": False,  # what sequences share would depend on the cut, and norms round to float32
+        "validate_first": False,
+        "weight_decay": 0.1,
+    }
     module: Any = make_algorithm(globals()[algorithm], model, **usual | arguments)
     # A sum over ranks after each micro-batch would add up others, in another order.
     strategy = FSDP(reduce_every_microbatch=False) if kind == "fsdp" else DDP()

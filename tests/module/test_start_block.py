@@ -17,7 +17,8 @@ from tiny import make_data, make_grpo, make_trainer, save_model
 from rlightning.callbacks import SaveHF
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
-from rlightning.module.start_block import describe_start
+from rlightning.module.batching import MIN_SAVED_SHARE
+from rlightning.module.start_block import describe_model, describe_start
 from rlightning.parallel.device import use_tensor_cores
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -70,6 +71,20 @@ def test_block_names_model_layout_batch_and_output(
     assert re.fullmatch(pattern, catch.rows["writes"])
     (saved,) = (run / "checkpoints").glob("*.ckpt")
     assert saved.stat().st_size == pytest.approx(12 * NUM_PARAMETERS, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("auto", f"; shared prefixes are computed once where that saves {MIN_SAVED_SHARE:.0%} of the tokens; "),
+        (True, " once; "),
+        (False, ""),
+    ],
+)
+def test_block_names_what_shared_prefixes_cost(setting: Any, told: str, model: str, tmp_path: Path) -> None:
+    trainer, module = make_trainer(tmp_path, 1), make_grpo(model, share_prefixes=setting)
+    row = describe_model(trainer, module)
+    assert told in row and ("shared prefixes" in row) == bool(told)
 
 
 def test_checkpoints_of_weights_alone_are_a_third(model: str, tmp_path: Path) -> None:

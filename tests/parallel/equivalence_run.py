@@ -62,6 +62,7 @@ class RecordUpdates(Callback):
 
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []
+        self.shared_shares: list[float] = []  # which depend on how the batch was cut
         self.num_sequences: list[int] = []
         self.num_tokens: list[int] = []
 
@@ -71,6 +72,7 @@ class RecordUpdates(Callback):
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+        self.shared_shares.append(self.logged[-1].pop("attention/shared_share"))
 
 
 def train(
@@ -107,7 +109,8 @@ def train(
     )
     trainer.fit(module, make_data(folder))
     weights = {name: full_weights(role.network) for name, role in module.roles.items() if role.network is not None}
-    counts = {"num_sequences": record.num_sequences, "num_tokens": record.num_tokens}
+    counts: dict[str, Any] = {"num_sequences": record.num_sequences, "num_tokens": record.num_tokens}
+    counts["shared_shares"] = record.shared_shares
     return weights | counts | {"logged": record.logged, "offloaded": offload.last if offload else {}}
 
 

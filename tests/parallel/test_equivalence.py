@@ -78,6 +78,13 @@ def test_metrics_are_global(name: str, runs: dict[str, Any]) -> None:
         assert got["optim/grad_norm"] > 1.0
 
 
+@pytest.mark.parametrize("name", ["one", *TWO_RANKS])
+def test_prompts_are_computed_once_whatever_the_strategy(name: str, runs: dict[str, Any]) -> None:
+    """Where a micro-batch has room for a group."""
+    if "max_tokens_per_microbatch" not in TWO_RANKS.get(name, {}):
+        assert min(runs[name]["shared_shares"]) > 0.3
+
+
 def test_ranks_share_the_batch_out(runs: dict[str, Any]) -> None:
     """16 completions: all of them for tensor-parallel neighbours, half for data-parallel ranks, in whole groups."""
     (total, *_), (of_one_rank, *_) = runs["one"]["num_tokens"], runs["data"]["num_tokens"]
