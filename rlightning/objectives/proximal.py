@@ -21,8 +21,8 @@ def approximate_proximal(logprobs: Tensor, rollout_logprobs: Tensor, ages: Tenso
     Returns:
         [T] float32.
     """
-    now = logprobs.detach()
+    now = logprobs.detach().float()
     if progress == 0:
         return now
     share = ages.clamp(min=0).float()
-    return torch.lerp(rollout_logprobs.float(), now.float(), share / (share + progress))
+    return torch.lerp(rollout_logprobs.float(), now, share / (share + progress))
