@@ -17,8 +17,8 @@ steps count. On a bare machine a run takes three minutes, two of them for the st
 Writes --out/table.md and table.csv, a line a placement and bound: the median of the steps' seconds, and all tokens over
 all seconds. "x colocated" is tokens trained a second over those of the colocated run with the smallest engines on as
 many GPUs; "trainer waits" and "engines idle" are shares of the time, of colocated engines that outside of rollouts;
-"sync" is the median of weight syncs, "swap" how long generation stands still for one; "expired" are prompts that grew
-too old, a step. "free" is what an engine's GPU had left for it when it started, beside an actor or without, "cache"
+"sync" is the median of weight syncs, "swap" how long generation stands still for one; "requeued" are prompts that grew
+too stale, a step. "free" is what an engine's GPU had left for it when it started, beside an actor or without, "cache"
 what it took for its KV cache, both in GiB, of one engine and by vLLM's own words. A run that fails or is stopped by
 --limit has lines too, of the steps that it came to. Lines are kept in --out: a later call adds what is missing.
 """
@@ -174,8 +174,8 @@ def summarise(run: Run, placement: Placement, prompts: int, phase: Phase) -> dic
         "sync, s": middle(row.get("time/sync", 0.0) for row in steps),
         "swap, ms": middle(swaps),
         "longest swap": max(swaps, default=None),
-        "age": mean(row.get("async/age_mean", 0.0) for row in steps) if steps else None,
-        "expired": mean(row.get("async/expired", 0.0) for row in steps) if steps else None,
+        "staleness": mean(row.get("async/staleness_mean", 0.0) for row in steps) if steps else None,
+        "requeued": mean(row.get("async/requeued", 0.0) for row in steps) if steps else None,
         "free, GiB": memory and float(memory["free"]),
         "cache, GiB": memory and float(memory["cache"]),
         "steps": len(steps),

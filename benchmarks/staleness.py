@@ -42,7 +42,7 @@ def summarise(staleness: int, is_corrected: bool, runs: list[Run], first: list[R
     """One line, of all seeds, compared with the first arm."""
     curves = [read_curve(run, PASS) for run in runs]
     compared = compare([read_curve(run, PASS)[-1][1] for run in first], [curve[-1][1] for curve in curves])
-    ages = [row for run in runs for row in run.metrics() if "async/age_mean" in row]
+    ages = [row for run in runs for row in run.metrics() if "async/staleness_mean" in row]
     passed = {f"step {points[0][0]}": mean(value for _, value in points) for points in zip(*curves, strict=True)}
     return {
         "max_staleness": staleness,
@@ -51,9 +51,9 @@ def summarise(staleness: int, is_corrected: bool, runs: list[Run], first: list[R
         "range at the end": compared["several, range"],
         "difference": compared["difference"],
         "2 standard errors": compared["2 standard errors"],
-        "age, mean": mean(row["async/age_mean"] for row in ages) if ages else 0.0,
-        "age, max": max((row["async/age_max"] for row in ages), default=0.0),
-        "expired": sum(row.get("async/expired", 0.0) for row in ages) / len(runs),
+        "staleness, mean": mean(row["async/staleness_mean"] for row in ages) if ages else 0.0,
+        "staleness, max": max((row["async/staleness_max"] for row in ages), default=0.0),
+        "requeued": sum(row.get("async/requeued", 0.0) for row in ages) / len(runs),
         "seeds": len(runs),
     }
 

@@ -74,8 +74,10 @@ class Throughput(PhaseTimer):
         self._update_flops = 0.0
 
     def on_step_timed(self, trainer: Loop, module: object) -> None:
-        """Compute and log the step's metrics; NaN for missing parts of a step, such as an update."""
-        absent = dict.fromkeys(self.last, math.nan)
+        """Compute and log the step's metrics; those of the step before that this step lacks, such as an update's, once
+        as NaN.
+        """
+        absent = dict.fromkeys(self.last, math.nan)  # Lightning repeats each metric's last value until the epoch ends
         self.last = self.timings
         peak = device_peak(platform.device_of(trainer, module))
         if self._update_flops and peak is not None:

@@ -25,6 +25,8 @@ from rlightning.rollout.transformers_sampler import MAX_PROMPT_TOKENS, Transform
 from rlightning.rollout.vllm.memory import read_engine
 from rlightning.rollout.weight_sync import WeightSync
 
+NO_SAMPLER = "There is no sampler: it has not been set up, or has been closed."
+
 
 class TransformersRollout(RolloutCallback):
     """Samples with a Hugging Face model in this process, on the actor's device; vLLM is not needed.
@@ -66,13 +68,19 @@ class TransformersRollout(RolloutCallback):
     def collector(self) -> Collector:
         """This rank's :class:`Collector`: rank 0 samples all ranks' prompts, and each rank gets its trajectories."""
         if self._collector is None:
-            raise EngineError("There is no sampler: it has not been set up, or has been closed.")
+            raise EngineError(NO_SAMPLER)
         return self._collector
 
     @property
     def max_sequence_length(self) -> int:
-        """Maximum number of tokens of a sequence, from the model's positions."""
-        return int(self._module.max_model_length)
+        """Maximum number of tokens of a sequence, from the model's positions.
+
+        Raises:
+            EngineError: there is no sampler.
+        """
+        if self._policy is None:
+            raise EngineError(NO_SAMPLER)
+        return int(self._policy.max_model_length)
 
     def plan_memory(self, work: Work, max_prompt_tokens: int) -> RolloutMemory:
         """Return the memory that sampling takes on rank 0's CUDA device: a copy of the model, and its KV cache."""

@@ -156,8 +156,13 @@ class VLLMRollout(RolloutCallback):
 
     @property
     def max_sequence_length(self) -> int:
-        """Maximum number of tokens of a sequence in an engine."""
-        assert self._engines is not None, "there is a collector"
+        """Maximum number of tokens of a sequence in an engine.
+
+        Raises:
+            EngineError: there is no engine.
+        """
+        if self._engines is None:
+            raise EngineError(NO_ENGINE)
         return int(self._engines.config.engine_args["max_model_len"])
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:

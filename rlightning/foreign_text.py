@@ -15,6 +15,8 @@ LINE_CHARACTERS = 300
 VALUE_CHARACTERS = 60
 """Maximum number of characters of a value within a line."""
 
+_GAP = "\n[... {} characters left out ...]\n"
+
 _SHORTEST_SECRET = 4
 """Least number of characters of a secret that is masked; shorter ones could be parts of other words."""
 
@@ -57,24 +59,25 @@ def without_secrets(text: str) -> str:
 
 
 def cut(text: str, limit: int = MAX_CHARACTERS) -> str:
-    """Return a text with its middle left out if it is longer than ``limit`` characters.
+    """Return a text of at most ``limit`` characters: of a longer one the middle is left out, and a notice says so.
 
-    Beginning and end stay, since a traceback ends with its cause, and a message begins with its subject. Unpaired
-    surrogates, which cannot be written to files, are escaped.
+    Beginning and end stay, since a traceback ends with its cause, and a message begins with its subject. Where the
+    limit leaves no room for the notice, only the beginning stays. Unpaired surrogates, which cannot be written to
+    files, are escaped.
     """
-    text = without_secrets(text)
-    if len(text) > limit:
-        half = limit // 2
-        gap = f"\n[... {len(text) - 2 * half} characters left out ...]\n"
-        text = f"{text[:half]}{gap}{text[-half:]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    text = _escape_surrogates(without_secrets(text))
+    if len(text) <= limit:
+        return text
+    half = (limit - len(_GAP.format(len(text)))) // 2
+    if half < 1:
+        return text[:limit]
+    return f"{text[:half]}{_GAP.format(len(text) - 2 * half)}{text[len(text) - half :]}"
 
 
 def cut_line(text: object, limit: int = LINE_CHARACTERS) -> str:
     """Return a text, or an exception's message, in one line of at most ``limit`` characters."""
-    line = " ".join(without_secrets(str(text)).split())
-    line = line if len(line) <= limit else f"{line[: limit - 3]}..."
-    return line.encode("utf-8", "backslashreplace").decode()
+    line = _escape_surrogates(" ".join(without_secrets(str(text)).split()))
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def describe_error(error: BaseException) -> str:
@@ -85,6 +88,10 @@ def describe_error(error: BaseException) -> str:
 def cut_value(value: object, limit: int = VALUE_CHARACTERS) -> str:
     """Return a value's repr in one line of at most ``limit`` characters."""
     return cut_line(repr(value), limit)
+
+
+def _escape_surrogates(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def visible(text: str) -> str:

@@ -12,6 +12,7 @@ Protocols that only one file uses, and no callback, are in that file.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from inspect import get_annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
@@ -43,8 +44,10 @@ def has(owner: object, protocol: Callable[..., P]) -> "TypeIs[P]":
 
 @cache
 def members(protocol: Callable[..., object]) -> list[str]:
-    """Return the names of a protocol's members."""
-    return sorted({*protocol.__annotations__, *(name for name in dir(protocol) if not name.startswith("_"))})
+    """Return the names of a protocol's members, including those of the protocols that it extends."""
+    assert isinstance(protocol, type)
+    annotated = [name for kind in protocol.__mro__ for name in get_annotations(kind)]
+    return sorted({*annotated, *(name for name in dir(protocol) if not name.startswith("_"))})
 
 
 class CallsHooks(Protocol):

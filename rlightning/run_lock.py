@@ -17,8 +17,8 @@ LOCK = ".run.lock"
 WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 """Error numbers of file systems without locks, such as NFS or Lustre mounted without them."""
 
-_held: dict[Path, tuple[int, bool]] = {}
-"""File descriptor, and whether this process has created the folder, by lock file."""
+_held: dict[Path, tuple[int, list[Path]]] = {}
+"""File descriptor, and the folders that this process has created for it, innermost first, by lock file."""
 
 
 class FolderTakenError(ConfigError):
@@ -42,10 +42,10 @@ def lock_run(folder: Path) -> bool:
     if path in _held:
         return False
     check_writable(folder, "trainer.default_root_dir")
-    is_new = not folder.exists()
+    created = [one for one in (path.parent, *path.parent.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _held[path] = _open_locked(path), is_new
+        _held[path] = _open_locked(path), created
     except BlockingIOError:
         raise _taken(folder, path) from None
     except OSError as error:
@@ -72,9 +72,9 @@ def relock_run(folder: Path) -> None:
         raise _taken(folder, path) from None
     except OSError:
         return  # a later write to the folder reports the error
-    old, is_new = _held[path]
+    old, created = _held[path]
     os.close(old)
-    _held[path] = descriptor, is_new
+    _held[path] = descriptor, created
     log.warning(
         "The run's folder %s, or %s in it, was removed while the run was at work: what had been written there may be "
         "lost. The run goes on, and writes there again.",
@@ -84,15 +84,15 @@ def relock_run(folder: Path) -> None:
 
 
 def unlock_run(folder: Path) -> None:
-    """Unlock a run's folder, and remove it if it is empty and this process has created it."""
+    """Unlock a run's folder, and remove it, and then folders above it, if empty and created by this process."""
     path = folder.absolute() / LOCK
-    descriptor, is_new = _held.pop(path, (None, False))
+    descriptor, created = _held.pop(path, (None, []))
     if descriptor is None:
         return
-    with contextlib.suppress(OSError):  # the disk may be gone
+    with contextlib.suppress(OSError):  # the disk may be gone, or a folder has files
         path.unlink(missing_ok=True)
-        if is_new and not any(folder.iterdir()):
-            folder.rmdir()
+        for one in created:
+            one.rmdir()
     os.close(descriptor)
 
 

@@ -95,7 +95,8 @@ class Trainer(lightning.pytorch.Trainer):
     ) -> None:
         """Train like Lightning's ``fit``; raise a ConfigError for a new run in a folder with another run's checkpoints.
 
-        Arguments are Lightning's; ``ckpt_path="last"`` is the newest complete checkpoint in the run's folder.
+        Arguments are Lightning's; ``ckpt_path="last"`` is the undamaged checkpoint with the highest step, in the run's
+        folder or a ``dirpath`` of its ``ModelCheckpoint``; for a fit, one with the optimizer's state.
         """
         path = self._settle_checkpoint("fit", ckpt_path)
         self._has_fitted = True

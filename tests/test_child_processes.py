@@ -12,7 +12,7 @@ pytestmark = pytest.mark.processes
 
 HERE = Path(__file__).parent
 TESTS = """\
-import os, subprocess, sys
+import os, subprocess, sys, time
 import child_processes, pytest
 
 child_processes.LEAVE_SECONDS = 1.0
@@ -34,8 +34,11 @@ def test_leaves_child():
 
 @pytest.mark.processes
 def test_leaves_fork():
-    if os.fork() == 0:
+    pid = os.fork()
+    if pid == 0:
         os.execvp("sleep", ["sleep", "602"])
+    while not child_processes.read_command(pid).startswith("sleep"):
+        time.sleep(0.01)
 
 @pytest.mark.processes
 def test_leaves_nothing():

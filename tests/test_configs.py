@@ -151,6 +151,6 @@ def test_gsm8k_runs_asynchronously(tmp_path: Path) -> None:
     rows = fit_gsm8k("grpo_gsm8k_async.yaml", tmp_path, "--data.train_limit", "64", "--trainer.max_steps", "4")
     assert steps_with(rows, "val/gsm8k/pass@1") == [0, 2, 4] and steps_with(rows, "reward/mean") == [1, 2, 3, 4]
     trained = [row for row in rows if row["reward/mean"]]
-    assert all(float(row["async/age_max"]) <= 2 for row in trained)
+    assert all(float(row["async/staleness_max"]) <= 2 for row in trained)
     assert float(trained[-1]["async/running"]) + float(trained[-1]["async/finished"]) == 8  # two steps' worth
     assert undocumented({name for row in rows for name, value in row.items() if value}) == []

@@ -76,8 +76,15 @@ def texts_of(html: str, kind: str) -> tuple[list[str], set[str]]:
 
 def test_cut_keeps_start_and_end() -> None:
     assert cut("short") == "short"
-    assert cut("abcdefghij", 4) == "ab\n[... 6 characters left out ...]\nij"
-    assert len(cut("x" * 30_000_000)) < MAX_CHARACTERS + 60
+    assert cut("ab" + 96 * "-" + "ij", 39) == "ab\n[... 96 characters left out ...]\nij"
+    assert MAX_CHARACTERS - 4 < len(cut("x" * 30_000_000)) <= MAX_CHARACTERS
+
+
+@pytest.mark.parametrize("limit", [1, 2, 34, 35, 36, 37, 100, 999])
+def test_cut_notice_counts_towards_limit(limit: int) -> None:
+    text = cut("a" + 998 * "b" + "c", limit)
+    assert limit - 4 < len(text) <= limit and text.startswith("a")
+    assert len(cut("\ud800" * limit, limit)) <= limit  # each is escaped by six characters
 
 
 def test_cut_line_is_one_line() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Protocol
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from rlightning.protocols import (
     callbacks_of,
     generates,
     has,
+    members,
 )
 from rlightning.transformers_adapter import TransformersAdapter
 
@@ -113,3 +115,14 @@ def test_has_members_by_getattr() -> None:
             return torch.zeros(1) if name == "plan" else super().__getattr__(name)
 
     assert has(Delegates(), HasPlan) and not has(Delegates(), SumsOverRanks)
+
+
+def test_has_annotations_of_extended_protocol() -> None:
+    class Named(Protocol):
+        name: str
+
+    class Sized(Named, Protocol):
+        size: int
+
+    assert members(Sized) == ["name", "size"]
+    assert not has(SimpleNamespace(size=1), Sized) and has(SimpleNamespace(size=1, name="a"), Sized)

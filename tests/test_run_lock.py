@@ -68,6 +68,18 @@ def test_folder_is_one_process_until_that_ends(tmp_path: Path) -> None:
     assert not (tmp_path / "own").exists()
 
 
+def test_unlock_removes_empty_folders_that_it_made(tmp_path: Path) -> None:
+    lock_run(tmp_path / "runs" / "first")
+    unlock_run(tmp_path / "runs" / "first")
+    assert tmp_path.exists() and not (tmp_path / "runs").exists()
+    lock_run(tmp_path / "runs" / "first")
+    lock_run(tmp_path / "runs" / "second")
+    unlock_run(tmp_path / "runs" / "first")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["second"]
+    unlock_run(tmp_path / "runs" / "second")  # which has not made the folder above
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 @pytest.mark.processes
 def test_forked_child_does_not_keep_a_dead_runs_folder(tmp_path: Path) -> None:
     holder = hold(tmp_path, "fork")
@@ -218,7 +230,7 @@ def test_refused_command_leaves_no_folder(tmp_path: Path) -> None:
     make_project(tmp_path)
     refused = rlightning(tmp_path, "fit", "--config", "run.yaml", "--model.model", "nope")
     assert refused.returncode == 2
-    assert not list((tmp_path / "runs").iterdir())
+    assert not (tmp_path / "runs").exists()
 
 
 class Look(Callback):

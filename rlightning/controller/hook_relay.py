@@ -5,7 +5,7 @@ Each worker's :class:`HookRelay` records hooks; the controller's :class:`Relay` 
 
 import logging
 import pickle
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -201,36 +201,53 @@ class Relay:
     """Calls an RL hook on the controller's callbacks once all ranks have sent it, with the ranks' arguments combined.
 
     The hooks are called in the order of rank 0; with a single rank immediately. Those in ``RANK_HOOKS`` are called for
-    each rank that sends them.
+    each rank that sends them. :meth:`flush` calls hooks that only some ranks have sent.
     """
 
     def __init__(self, num_ranks: int, fire_one: Callable[[FiredHook, Sequence[object]], None]) -> None:
         self._order: deque[FiredHook] = deque()
-        self._others: list[dict[str, deque[FiredHook]]] = [defaultdict(deque) for _ in range(1, num_ranks)]
-        self._fire = fire_one
+        self._others: list[list[FiredHook]] = [[] for _ in range(1, num_ranks)]
+        self._fire_one = fire_one
+        self._last: FiredHook | None = None
 
     def add(self, rank: int, fired: FiredHook) -> None:
         """Store a hook that a rank has sent; then call the stored hooks that all ranks have sent, in rank 0's order."""
         if fired.hook in RANK_HOOKS:
-            self._fire(fired, fired.arguments)
+            self._fire_one(fired, fired.arguments)
         elif rank == 0:
             self._order.append(fired)
         else:
-            self._others[rank - 1][fired.hook].append(fired)
-        while self._order and all(waiting[self._order[0].hook] for waiting in self._others):
-            self._fire_next()
+            self._others[rank - 1].append(fired)
+        while self._order and all(_find(self._order[0].hook, hooks) for hooks in self._others):
+            self._fire(self._order.popleft(), self._others)
 
     def flush(self) -> None:
-        """Call the stored hooks that rank 0 but not all ranks have sent, such as those for an engine on one rank."""
+        """Call the hooks that some ranks have sent and others have not, such as those of the wait for one rank's
+        engine: rank 0's, then the other ranks', with the steps and weight version of the last hook before.
+        """
         while self._order:
-            self._fire_next()
+            self._fire(self._order.popleft(), self._others)
+        for number, hooks in enumerate(self._others):
+            while hooks:
+                first, last = hooks.pop(0), self._last
+                if last is not None:  # later hooks of this rank have been called already, with rank 0's
+                    first = replace(first, global_step=last.global_step, weight_version=last.weight_version)
+                self._fire(first, self._others[number + 1 :])
 
-    def _fire_next(self) -> None:
-        first = self._order.popleft()
-        waiting = [hooks[first.hook] for hooks in self._others]
-        same = [first, *(hooks.popleft() for hooks in waiting if hooks)]
+    def _fire(self, first: FiredHook, others: Sequence[list[FiredHook]]) -> None:
+        """Call a hook of a rank, combined with the first of the same name of each of the ``others`` that has one."""
+        same = [first]
+        for hooks in others:
+            if (found := _find(first.hook, hooks)) is not None:
+                hooks.remove(found)
+                same.append(found)
+        self._last = first
         columns = zip(*(fired.arguments for fired in same), strict=True)
-        self._fire(first, [merge(column, first.hook) for column in columns])
+        self._fire_one(first, [merge(column, first.hook) for column in columns])
+
+
+def _find(hook: str, sent: Sequence[FiredHook]) -> FiredHook | None:
+    return next((fired for fired in sent if fired.hook == hook), None)
 
 
 def merge(values: Sequence[object], hook: str) -> object:

@@ -251,7 +251,7 @@ def check_interpreter(
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = error.strerror if isinstance(error, OSError) else f"it took more than {PROBE_TIMEOUT:g} s"
         raise ConfigError(
             f"{what} cannot be started: {reason}. Give the path of an interpreter, such as my-venv/bin/python."
         ) from error

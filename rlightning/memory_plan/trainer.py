@@ -120,8 +120,11 @@ class TrainerMemory:
         """Return the bytes of AdamW's two moments on the device between steps; 0 if they are kept on the host."""
         if self._is_state_on_host:
             return 0
-        itemsize = self.work.master_itemsize
-        return sum(int(bytes_per_parameter(states, itemsize) * weights.held) for weights, states in self._trained)
+        total, itemsize = 0, self.work.master_itemsize
+        for weights, states in self._trained:
+            shapes = [shape for _, shape in weights.shapes]
+            total += int(bytes_per_parameter(states, shapes, itemsize) * weights.held)
+        return total
 
     def moments_at_a_time(self) -> int:
         """Return the peak bytes of the moments that an optimizer step unpacks on the device because they are stored in

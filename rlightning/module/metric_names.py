@@ -27,8 +27,8 @@ OF_SECTIONS = {
     "memory": "rss_gib allocated_gib reserved_gib peak_gib <moment>/reserved_before_gib <moment>/reserved_after_gib "
     "<moment>/allocated_before_gib <moment>/allocated_after_gib <moment>/empty_cache_ms offloaded_gib",
     "rollout": "stopped",
-    "async": "age_mean age_max age_<n> version_trained version_sampled_mean version_sampled_min expired trainer_waited "
-    "engines_idle swap_pause running finished",
+    "async": "staleness_mean staleness_max staleness_<n> version_trained version_sampled_mean version_sampled_min "
+    "requeued trainer_waited engines_idle swap_pause running finished",
     "val": "<set>/reward <set>/pass@<k> <set>/length <set>/truncated <set>/loss",
 }
 """Names of metrics by section (the part before the first slash); ``<placeholders>`` as in docs/metrics.md."""

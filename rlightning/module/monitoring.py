@@ -290,7 +290,9 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
 
 
 class StepEarlyStopping(_Monitor, EarlyStopping):
-    """An ``EarlyStopping`` that counts each value once, in the step that logged it."""
+    """An ``EarlyStopping`` that checks, as Lightning's, after validations or at an epoch's end, but counts no value
+    twice: it uses the metric only if that step logged it.
+    """
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int

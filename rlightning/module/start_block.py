@@ -148,7 +148,9 @@ def checkpoint_bytes(module: EvaluationSteps, itemsize: int, *, has_state: bool)
         if role.optimizer is not None and role.config is not None and (name == ACTOR or can_count(role.config)):
             adapter = module.adapter if name == ACTOR else None
             count = count_weights(role.config).total if adapter is None else adapter.num_parameters
-            state = bytes_per_parameter(role.optimizer.optimizer_states, itemsize) if has_state else 0
+            named = count_weights(role.config).shapes if adapter is None else adapter.shapes
+            shapes = [shape for _, shape in named]
+            state = bytes_per_parameter(role.optimizer.optimizer_states, shapes, itemsize) if has_state else 0
             size += count * (itemsize + state)
     return size
 

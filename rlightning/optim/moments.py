@@ -7,7 +7,8 @@ least 2^-9. Without a large gradient the moment would never change.
 Letters: ``C`` columns of a tensor, its last dimension; ``S`` blocks of a row.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Literal
 
@@ -24,9 +25,22 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """AdamW's moments by name, and whether they have a sign."""
 
 
-def bytes_per_parameter(states: OptimizerStates, itemsize: int = 4) -> float:
-    """Return the bytes of both moments for each element of a matrix; ``itemsize`` is that of the parameter's dtype."""
-    return {"float32": 2.0 * itemsize, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}[states]
+def bytes_per_parameter(states: OptimizerStates, shapes: Sequence[tuple[int, ...]], itemsize: int = 4) -> float:
+    """Return the bytes of both moments of tensors with these shapes, for each of their elements.
+
+    Args:
+        states: the format.
+        shapes: shapes of all tensors. With 8 bits the number of scales depends on the rows' length: one of each value
+            in a row of a prime above 128.
+        itemsize: bytes of an element of the parameters.
+    """
+    if states != "8bit":
+        return 4.0 if states == "bfloat16" else 2.0 * itemsize
+    total = 0.0
+    for shape in shapes:
+        each = 1 + 4 / block_length(shape[-1]) if len(shape) > 1 else itemsize
+        total += 2 * each * math.prod(shape)
+    return total / sum(map(math.prod, shapes))
 
 
 def scale_name(name: str) -> str:

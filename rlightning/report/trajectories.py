@@ -226,7 +226,9 @@ def completions(table: "pyarrow.Table") -> list[Completion]:
 
 
 def spread_by_reward(rows: Sequence[Completion], num: int) -> list[Completion]:
-    """Return ``num`` completions, evenly spaced from the highest to the lowest reward, both included."""
+    """Return ``num`` completions, evenly spaced from the highest to the lowest reward, both included; the highest alone
+    if ``num`` is 1.
+    """
     ranked = sorted(rows, key=lambda row: -math.inf if math.isnan(row.reward) else row.reward, reverse=True)
     if num >= len(ranked):
         return ranked

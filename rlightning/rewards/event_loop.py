@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from time import monotonic
 
 from rlightning import intervals
 from rlightning.rewards.calls import RewardCallable, RewardResult, failure, to_number
@@ -164,7 +165,7 @@ class RewardThread(LoopThread):
 
     @property
     def blocked_seconds(self) -> float:
-        """Seconds for which the loop has been blocked."""
+        """Seconds for which the loop has been blocked, with those in which this process was suspended."""
         return self.loop.time() - self.runner.last_beat
 
     async def execute(
@@ -173,7 +174,8 @@ class RewardThread(LoopThread):
         """Run a call on this loop for a caller on another loop; it fails if it blocks this loop beyond its timeout.
 
         Other calls wait for the blocked loop for up to the same time again. If a callback, not a task, blocks the loop,
-        all running calls count as the cause.
+        all running calls count as the cause. Time in which the caller's loop did not run either, since the process was
+        suspended or got no CPU, does not count.
 
         Returns:
             The result; None if another call still blocks the loop, so that this call has to run on another loop.
@@ -181,12 +183,18 @@ class RewardThread(LoopThread):
         key = next(self._keys)
         call = self.submit(self.runner.run(key, function, arguments, timeout))
         outcome = asyncio.wrap_future(call)
+        beat, polled, suspended = self.runner.last_beat, monotonic(), 0.0
         try:
             while True:
                 await asyncio.wait({outcome}, timeout=intervals.WORKER_POLL_INTERVAL)
                 if outcome.done():
                     return outcome.result()
-                blocked, current, timeouts = self.blocked_seconds, self.current, dict(self.runner.timeouts)
+                if self.runner.last_beat != beat:
+                    beat, suspended = self.runner.last_beat, 0.0
+                now = monotonic()
+                suspended += max(now - polled - 2 * intervals.WORKER_POLL_INTERVAL, 0.0)
+                polled, blocked = now, self.blocked_seconds - suspended
+                current, timeouts = self.current, dict(self.runner.timeouts)
                 allowed = timeouts.get(current) or max(timeouts.values(), default=timeout)
                 if key in timeouts and current in (0, key) and blocked > allowed + intervals.REWARD_BLOCKED_GRACE:
                     return self._describe_block(allowed)

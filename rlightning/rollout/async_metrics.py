@@ -37,18 +37,18 @@ class StepTotals:
     engine_idle_seconds: float = 0.0
 
     def metrics(self, max_staleness: int, weight_version: int) -> dict[str, float]:
-        """Return the step's metrics, as in docs/metrics.md; ``weight_version`` is that of the weights it updates."""
-        age = np.concatenate([np.zeros(0, np.int64), *self.staleness])
-        shares = np.bincount(age, minlength=max_staleness + 1) / max(len(age), 1)
-        mean, oldest = (float(age.mean()), float(age.max())) if len(age) else (0.0, 0.0)
+        """Return the metrics of a step that updates weights of ``weight_version``, by the names of docs/metrics.md."""
+        staleness = np.concatenate([np.zeros(0, np.int64), *self.staleness])
+        shares = np.bincount(staleness, minlength=max_staleness + 1) / max(len(staleness), 1)
+        mean, largest = (float(staleness.mean()), float(staleness.max())) if len(staleness) else (0.0, 0.0)
         return {
-            "async/age_mean": mean,
-            "async/age_max": oldest,
-            **{f"async/age_{updates}": float(share) for updates, share in enumerate(shares)},
+            "async/staleness_mean": mean,
+            "async/staleness_max": largest,
+            **{f"async/staleness_{updates}": float(share) for updates, share in enumerate(shares)},
             "async/version_trained": float(weight_version),
             "async/version_sampled_mean": weight_version - mean,
-            "async/version_sampled_min": weight_version - oldest,
-            "async/expired": float(self.num_stale),
+            "async/version_sampled_min": weight_version - largest,
+            "async/requeued": float(self.num_stale),
             **({} if max_staleness else {STOPPED: float(self.num_stopped)}),
             "async/trainer_waited": self.trainer_wait_seconds,
             "async/engines_idle": self.engine_idle_seconds,

@@ -169,9 +169,9 @@ class RayEngines(Generic[C]):
         self.actors = [actor.options(**reserved).remote(driver) for _ in range(options.num_engines)]
 
     def close(self) -> None:
-        """Kill the Ray actors of the engines."""
+        """Kill the Ray actors of the engines; :meth:`start` then starts new ones."""
         ray = import_ray()
         if ray.is_initialized():
             for actor in self.actors:
                 ray.kill(actor)
-        self.actors = []
+        self.actors, self.runs = [], []

@@ -84,7 +84,7 @@ def test_dapo_refill_completions_respect_max_staleness(
         assert record.trained[version].num_sequences == 2 * has_signal.sum()
         step = witness.steps[version]
         assert step["reward/no_signal"] == pytest.approx(1 - has_signal.float().mean().item())
-        assert step["async/expired"] == requeued[version]
+        assert step["async/requeued"] == requeued[version]
     # A quarter of the prompts begin with a 0, and six steps take more than the sixteen that there are.
     assert any(len(sampled) > 1 for sampled in record.sampled)
     assert sum(requeued) > 0
@@ -109,7 +109,7 @@ def test_asynchronous_steps_without_signal_are_skipped(engine_model: str, tmp_pa
     assert [step["optim/skipped"] for step in witness.steps] == [1.0, 1.0, 0.0, 0.0]
     assert [len(sampled) for sampled in record.sampled[:2]] == [2, 2] and len(record.trained) == 2
     assert [step["async/version_trained"] for step in witness.steps] == [0, 1, 2, 3]
-    assert all(step["async/age_max"] <= 1 for step in witness.steps)
+    assert all(step["async/staleness_max"] <= 1 for step in witness.steps)
     check_each_once(trainer, consumed(witness.batches, group_size=4), rollout, num_in_flight=PER_STEP)
 
 

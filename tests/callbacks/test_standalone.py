@@ -134,7 +134,7 @@ def test_oversampled_unfinished_groups_carry_to_next_step(placement: Any, engine
     assert len(witness.steps) == 3
     check_on_policy(witness)
     for step, following in itertools.pairwise(witness.steps):  # one that was complete by then is not stopped
-        assert step["rollout/stopped"] + following.get("async/expired", 0) == 1
+        assert step["rollout/stopped"] + following.get("async/requeued", 0) == 1
     assert undocumented(list(witness.steps[-1])) == []
     check_each_once(trainer, consumed(witness.batches), rollout, num_in_flight=1)
 
@@ -158,8 +158,8 @@ def test_metrics_are_of_all_that_a_step_consumes(engine_model: str, tmp_path: Pa
     rollout = make_rollout(placement="standalone", max_staleness=1)
     make_trainer(tmp_path, 4, rollout, refill).fit(make_module(engine_model), make_data(tmp_path))
     for version, (first, whole, ages) in enumerate(refill.steps):
-        assert whole["async/age_mean"] == pytest.approx(ages.float().mean().item())
-        assert whole["async/age_1"] == pytest.approx((ages == 1).float().mean().item())
+        assert whole["async/staleness_mean"] == pytest.approx(ages.float().mean().item())
+        assert whole["async/staleness_1"] == pytest.approx((ages == 1).float().mean().item())
         assert whole["async/version_sampled_mean"] == pytest.approx((version - ages.float()).mean().item())
         assert whole["async/version_sampled_min"] == version - ages.max()
         assert whole["async/version_trained"] == first["async/version_trained"] == version
@@ -215,7 +215,7 @@ def test_staleness_is_bounded_and_checkpoints_are_complete(engine_model: str, tm
     trainer.fit(module, make_data(tmp_path, validation={"sums": sums}))
     assert [batch.num_sequences for batch in witness.batches] == [2 * PER_STEP] * num_steps
     check_staleness(witness.batches, ahead)
-    ages = [step["async/age_max"] for step in witness.steps]
+    ages = [step["async/staleness_max"] for step in witness.steps]
     assert ages[0] == 0 and 1 <= max(ages) <= ahead
     # Sent with each update, also to what was under way; and the loss is weighed by how old tokens are.
     syncs = [event for event in witness.events if event.startswith("sync")]

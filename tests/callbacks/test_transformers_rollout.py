@@ -211,3 +211,5 @@ def test_bad_argument_is_one_line(
 def test_rollout_without_set_up_is_an_error() -> None:
     with pytest.raises(EngineError, match="There is no sampler"):
         make_rollout().generate([], 1, make_rollout().sampling)
+    with pytest.raises(EngineError, match="There is no sampler"):
+        _ = make_rollout().max_sequence_length

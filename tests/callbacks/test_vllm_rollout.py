@@ -4,7 +4,7 @@ import contextlib
 import re
 import runpy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +111,12 @@ def test_the_engine_ends_with_the_run(run: Run) -> None:
     assert run.rollout.engine is None
     assert [in_session(session) for session in run.sessions] == [[]] * len(run.sessions)
     assert (Path(run.trainer.default_root_dir) / "engine.log").stat().st_size
+
+
+@pytest.mark.parametrize("read", [lambda rollout: rollout.max_sequence_length, lambda rollout: rollout.collector])
+def test_rollout_without_set_up_is_an_error(read: Callable[[VLLMRollout], object]) -> None:
+    with pytest.raises(EngineError, match=r"^There is no engine"):
+        read(VLLMRollout())
 
 
 @pytest.mark.slow

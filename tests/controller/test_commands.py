@@ -243,6 +243,19 @@ def test_rank_hook_does_not_wait_for_others() -> None:
     ]
 
 
+def test_flush_calls_hooks_of_other_ranks_with_current_counts() -> None:
+    """Ranks 1 and 2 have restarted their engines; rank 0 has updated since."""
+    fired: list[tuple[str, int, int]] = []
+    relay = Relay(3, lambda hook, arguments: fired.append((hook.hook, hook.global_step, hook.weight_version)))
+    for rank in (0, 1, 2):
+        for hook in ("on_engine_start", "on_engine_ready") if rank else ():
+            relay.add(rank, FiredHook(hook, (), 6, 3))
+        relay.add(rank, FiredHook("on_update_end", (None,), 7, 4))
+    assert fired == [("on_update_end", 7, 4)]
+    relay.flush()
+    assert fired == [("on_update_end", 7, 4), ("on_engine_start", 7, 4), ("on_engine_ready", 7, 4)]
+
+
 def test_workers_write_the_model_and_its_adapter(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -326,7 +326,7 @@ def test_standalone_engines_are_actors_of_their_own(many: Path) -> None:
     for number in range(2):
         assert (many / "standalone" / f"engine.{number}.log").is_file()
     steps = seen(many, "ahead")["steps"]
-    assert [step["async/age_max"] for step in steps] == [0, 1, 1]
+    assert [step["async/staleness_max"] for step in steps] == [0, 1, 1]
     assert all("policy/correction_weight" in step for step in steps)
     for command_line in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has just ended

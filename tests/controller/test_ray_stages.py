@@ -12,6 +12,7 @@ from controller_stages_run import run
 from lightning.pytorch import Callback, LightningModule
 from rank_processes import finish, start_controller
 
+from rlightning.callbacks import VLLMRollout
 from rlightning.controller import RayController
 from rlightning.controller.cluster import join_cluster
 from rlightning.controller.driver import DriverContext
@@ -92,6 +93,14 @@ def test_an_engines_actor_starts_its_engine_once() -> None:
     with pytest.raises(AttributeError):  # of a module that is none, which the first call comes to
         actor.run(*arguments)
     actor.run(*arguments)
+
+
+def test_closed_engines_can_be_started_again() -> None:
+    engines = VLLMRollout(placement="standalone").ray_engines()
+    assert engines is not None
+    engines.runs = [object()]  # start() runs only actors without one
+    engines.close()
+    assert engines.runs == engines.actors == []
 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

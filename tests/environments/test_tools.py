@@ -195,7 +195,7 @@ def test_results_are_cut_and_written_as_json() -> None:
     environment = Tools([tool_cases.shout, tool_cases.odd], max_result_characters=100)
     calls = f"{write_call('shout', count=1000)}\n{write_call('shout', count=3)}\n{write_call('odd', keys=1)}"
     long, half, odd = answers(play(environment, calls, "done"))
-    assert "[... 900 characters left out ...]" in long and len(long) < 160
+    assert "[... 941 characters left out ...]" in long and len(long) <= 100
     assert half == "\\ud800AA" and odd == "{(1, 2): 1, 'self': Ellipsis}"
 
 

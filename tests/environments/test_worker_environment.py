@@ -34,6 +34,7 @@ from rlightning.environments.environment import TrajectoryLostError
 from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError, EngineError, EnvironmentFailedError
 from rlightning.rpc import worker_pool
+from rlightning.rpc.pooled_worker import PooledWorker
 from rlightning.rpc.worker_limits import resident_bytes
 from rlightning.types import AgentTrace, Outcome, Prompt, Sample, Trajectory
 
@@ -295,7 +296,7 @@ def test_lost_trajectories_are_made_again_within_a_budget(tmp_path: Path, caplog
 def test_wait_for_a_new_worker_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clocks are put forward by more than a trajectory may take whenever a worker starts."""
     (tmp_path / "hold once 0").touch()
-    start, num_started = worker_pool._Worker.start, 0
+    start, num_started = PooledWorker.start, 0
 
     def late_time() -> float:
         return time.monotonic() + num_started * 3000.0
@@ -318,7 +319,7 @@ def test_wait_for_a_new_worker_takes_no_time(tmp_path: Path, monkeypatch: pytest
 
     for module in (clock, timing):
         monkeypatch.setattr(module, "monotonic", late_time)
-    monkeypatch.setattr(worker_pool._Worker, "start", start_late)
+    monkeypatch.setattr(PooledWorker, "start", start_late)
     asyncio.run(work())
 
 

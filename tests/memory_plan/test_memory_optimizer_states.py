@@ -4,25 +4,41 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planned import COLOCATED, FSDP_ALONE, H200, MIDDLE, colocated
+from planned import COLOCATED, FSDP_ALONE, H200, MIDDLE, SMALL, colocated
 
 from rlightning.memory_plan.advice import advise
 from rlightning.memory_plan.devices import read_device_memory
 from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.trainer import TrainerMemory
 from rlightning.memory_plan.work import Parallelism
+from rlightning.models.adapter import Adapter, resolve_adapter
 from rlightning.optim import OptimizerStates, StoredMomentsAdamW
 
 SIZE = 596_049_920
 EMBEDDING = 151936 * 1024
+NORMS = 28 * (2 * 1024 + 2 * 128) + 1024
 
 
-@pytest.mark.parametrize(("states", "num_bytes"), [("float32", 8), ("bfloat16", 4), ("8bit", 2 * (1 + 4 / 128))])
+@pytest.mark.parametrize(
+    ("states", "num_bytes"),
+    [("float32", 8 * SIZE), ("bfloat16", 4 * SIZE), ("8bit", 2 * (1 + 4 / 128) * (SIZE - NORMS) + 8 * NORMS)],
+)
 def test_bytes_of_the_moments(states: Any, num_bytes: float) -> None:
     plan = MemoryPlan(replace(COLOCATED, optimizer_states=states), H200)
-    assert plan.trainer.optimizer_state() == int(num_bytes * SIZE)
+    assert plan.trainer.optimizer_state() == pytest.approx(num_bytes, abs=1)
     usual = MemoryPlan(COLOCATED, H200)
-    assert usual.generate().total - plan.generate().total == 8 * SIZE - int(num_bytes * SIZE)
+    assert usual.generate().total - plan.generate().total == pytest.approx(8 * SIZE - num_bytes, abs=1)
+
+
+def test_bytes_of_an_adapters_moments_depend_on_its_rank() -> None:
+    """A row of B has as many values as the rank, which share a scale."""
+    lora = resolve_adapter(Adapter(rank=7), "model", SMALL)
+    plan = TrainerMemory(replace(COLOCATED, config=SMALL, adapter=lora, others=(), optimizer_states="8bit"))
+    inputs = 28 * 7 * (3 * 1024 + 2048 + 2 * 1024 + 3072)  # of A: q, k, v; o; gate, up; down
+    outputs = 28 * 7 * (2048 + 2 * 1024 + 1024 + 2 * 3072 + 1024)
+    assert lora.num_parameters == inputs + outputs
+    expected = 2 * ((1 + 4 / 128) * inputs + (1 + 4 / 7) * outputs)
+    assert plan.optimizer_state() == pytest.approx(expected, abs=1)
 
 
 def test_step_memory_counts_one_portion_of_moments() -> None:

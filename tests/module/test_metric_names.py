@@ -73,7 +73,13 @@ def test_names_are_unknown_with_code_of_users(model: str, tmp_path: Path) -> Non
     module = make_grpo(model)
     names = names_with(module, EarlyStopping("x"))
     assert names is not None
-    for known in ("val/sums/pass@4", "reward/share_of_ones", "reward/last_step", "policy/loss_step", "async/age_2"):
+    for known in (
+        "val/sums/pass@4",
+        "reward/share_of_ones",
+        "reward/last_step",
+        "policy/loss_step",
+        "async/staleness_2",
+    ):
         assert is_among(known, names)
     for unknown in ("reward/other", "val/other/reward", "policy/los", "loss"):
         assert not is_among(unknown, names)

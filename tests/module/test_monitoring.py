@@ -187,6 +187,11 @@ def test_early_stopping_by_training_metric_survives_first_validation(tmp_path: P
     assert fit(tmp_path, ValidatesFirst(UNCHANGED), 8, stop, **EVERY_TWO).global_step == 4
 
 
+def test_early_stopping_by_training_metric_checks_after_validations(tmp_path: Path) -> None:
+    stop = EarlyStopping("reward", mode="max", patience=9, stopping_threshold=2.5)
+    assert fit(tmp_path, Scripted(UNCHANGED), 8, stop, **EVERY_TWO).global_step == 4  # not the third step
+
+
 def test_early_stopping_without_validation_checks_at_epoch_end(tmp_path: Path) -> None:
     stop = EarlyStopping("reward", mode="min", patience=1)
     trainer = fit(tmp_path, Scripted(), 20, stop, val_check_interval=2, check_val_every_n_epoch=None)

@@ -24,6 +24,11 @@ def test_proximal_policy_interpolates_sampler_and_current_by_staleness(progress:
     assert proximal.tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("progress", [0.0, 0.5])
+def test_proximal_policy_of_bfloat16_is_float32(progress: float) -> None:
+    assert approximate_proximal(NOW.bfloat16(), SAMPLER.bfloat16(), AGES, progress).dtype == torch.float32
+
+
 def test_prompts_do_not_matter() -> None:
     # Their version is -1, which may be ahead of nothing.
     assert approximate_proximal(NOW[:1], SAMPLER[:1], torch.tensor([-2]), 0.5).isfinite().all()

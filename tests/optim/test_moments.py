@@ -132,15 +132,32 @@ def test_large_tensors_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(row, expected, rtol=0, atol=1.5 * 0.9 / 64 * expected[-1].item())
 
 
-@pytest.mark.parametrize(("states", "num_bytes"), [("float32", 8.0), ("bfloat16", 4.0), ("8bit", 2 * (1 + 4 / 128))])
-def test_bytes_are_what_the_plan_counts(states: Any, num_bytes: float) -> None:
-    values = torch.rand(64, 256)
+@pytest.mark.parametrize(
+    ("shape", "states", "num_bytes"),
+    [
+        ((64, 256), "float32", 8.0),
+        ((64, 256), "bfloat16", 4.0),
+        ((64, 256), "8bit", 2 * (1 + 4 / 128)),
+        ((64, 131), "8bit", 2 * (1 + 4)),  # a prime: each value has a scale
+        ((64, 7), "8bit", 2 * (1 + 4 / 7)),  # an adapter of rank 7
+        ((64,), "8bit", 8.0),
+    ],
+)
+def test_bytes_are_what_the_plan_counts(shape: tuple[int, ...], states: Any, num_bytes: float) -> None:
+    values = torch.rand(shape)
     packed = [
         tensor
         for name in ("exp_avg", "exp_avg_sq")
         for tensor in pack_moment(name, values, states, generator()).values()
     ]
-    assert sum(tensor.nbytes for tensor in packed) / values.numel() == num_bytes == bytes_per_parameter(states)
+    total = sum(tensor.nbytes for tensor in packed)
+    assert total / values.numel() == pytest.approx(num_bytes)
+    assert bytes_per_parameter(states, [shape]) == pytest.approx(num_bytes)
+
+
+def test_bytes_per_parameter_is_the_mean_over_tensors() -> None:
+    shapes = [(2, 128), (2, 131)]  # 2 scales, and one of each of 262 values
+    assert bytes_per_parameter("8bit", shapes) == pytest.approx(2 * (518 + 4 * (2 + 262)) / 518)
 
 
 def test_8_bits_are_rounded_alike_whatever_the_default_dtype() -> None:

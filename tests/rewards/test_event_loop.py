@@ -130,6 +130,21 @@ def test_block_by_a_task_costs_its_sample_only(clock: Clock, make_runner: MakeRu
     assert len(judges.client.loops) == 1
 
 
+def test_suspended_process_costs_no_sample(
+    clock: Clock, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All clocks jump; the caller checks the loop before that is free."""
+    monkeypatch.setattr(event_loop, "monotonic", clock.time)
+
+    async def stall(completion: str) -> float:
+        clock.shift += 90.0
+        time.sleep(1.0)
+        return 1.0
+
+    runner = make_runner(RewardFunction(stall, timeout=60.0))
+    assert values(score(runner, ["a"]).rewards) == [1.0]
+
+
 @pytest.mark.long
 def test_blocked_loop_serves_again_when_it_is_free(make_runner: MakeRunner) -> None:
     judge = make_runner(unsendable(judges.judge))

@@ -106,7 +106,7 @@ def test_late_calls_are_cancelled_and_blame_no_other_function(
     make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are asked one after another."""
-    ended, is_asked_again = threading.Event(), threading.Event()
+    started, ended, is_asked_again = threading.Event(), threading.Event(), threading.Event()
 
     @in_this_process
     async def waiting(completion: str) -> float:
@@ -114,6 +114,7 @@ def test_late_calls_are_cancelled_and_blame_no_other_function(
 
         if is_asked_again.is_set():
             try:
+                started.set()
                 await asyncio.Event().wait()
             finally:
                 ended.set()
@@ -135,9 +136,16 @@ def test_late_calls_are_cancelled_and_blame_no_other_function(
         call.add_done_callback(lambda _: events.append(("over", function)))
         return call
 
+    def wait_until_started(calls: Any, timeout: float) -> Any:
+        if started.is_set():
+            return wait(calls, PATIENCE_SECONDS)  # for the quick one
+        assert started.wait(PATIENCE_SECONDS)
+        return wait(calls, timeout)
+
+    monkeypatch.setattr(reward_runner, "wait", wait_until_started)
     monkeypatch.setattr(runner, "_submit", submit_noted)
     runner.check_repeats(trajectories, scores, 1800.0)
-    assert ended.wait(30), "a late call goes on"
+    assert ended.wait(PATIENCE_SECONDS), "a late call goes on"
     assert events[:16] == [("begun", 0)] * 8 + [("over", 0)] * 8
     assert {function for _, function in events[16:]} == {1}
 
@@ -152,8 +160,14 @@ async def noisy(completion: str) -> float:
 
 @pytest.mark.parametrize(("options", "is_asked"), [({}, True), ({"check_rewards": False}, False)])
 def test_a_run_asks_once_before_its_first_update(
-    options: dict[str, Any], is_asked: bool, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any],
+    is_asked: bool,
+    model_folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(reward_runner, "REPEAT_SECONDS", PATIENCE_SECONDS)
     caplog.set_level(logging.WARNING)
     module = make_grpo(model_folder, rewards=[share_of_ones, RewardFunction(noisy)], **options)
     make_trainer(tmp_path, 2).fit(module, make_data(tmp_path))

@@ -33,29 +33,42 @@ async def pause_often(model_folder: str) -> None:
     server = VLLMServer(engine)
     await server.begin_weight_update()
     await server.finish_weight_update(0, False)
-    await engine.pause_generation(mode="keep", clear_cache=False)  # so that all begin together
+    first_version = num_before = 0
+    while True:
+        calls = await start_together(server)
+        await server.begin_weight_update()
+        if len(counted(server)) == len(calls) * NUM_SAMPLES:
+            break
+        # This process was suspended for longer than some requests took: begin again.
+        first_version, num_before = first_version + 1, num_before + len(calls)
+        await server.finish_weight_update(first_version, False)
+        await asyncio.gather(*calls)
+    boundaries = []
+    for number in range(1, NUM_PAUSES + 1):
+        if number > 1:
+            await server.begin_weight_update()
+        boundaries.append(counted(server))
+        await asyncio.sleep(0.1)
+        assert counted(server) == boundaries[-1], "tokens came in after the pause"
+        await server.finish_weight_update(first_version + number, keeps_cache=number % 2 == 0)
+        await asyncio.sleep(0.02)
+    for request, samples in enumerate(await asyncio.gather(*calls), start=num_before + 1):
+        for index, sample in enumerate(samples):
+            check(sample, first_version, [boundary.get((str(request), index)) for boundary in boundaries])
+    assert not counted(server)
+
+
+async def start_together(server: VLLMServer) -> "list[asyncio.Task[list[EngineOutput]]]":
+    """Start all requests at once; they have their first tokens, or have ended, when this returns."""
+    await server.engine.pause_generation(mode="keep", clear_cache=False)
     sampling = {"n": NUM_SAMPLES, "temperature": 1.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
     calls = [asyncio.create_task(server.generate([1, 2, 3, 1 + index], sampling)) for index in range(NUM_PROMPTS)]
     while len(counted(server)) < NUM_PROMPTS * NUM_SAMPLES:
         await asyncio.sleep(0.01)
-    await engine.resume_generation()
-    while not any((counts := counted(server)).values()):
-        assert counts, "all requests have ended before the first pause"
+    await server.engine.resume_generation()
+    while (counts := counted(server)) and not any(counts.values()):
         await asyncio.sleep(0)
-    boundaries = []
-    for version in range(1, NUM_PAUSES + 1):
-        await server.begin_weight_update()
-        boundaries.append(counted(server))
-        await asyncio.sleep(0.1)
-        assert counted(server) == boundaries[-1], "tokens came in after the pause"
-        await server.finish_weight_update(version, keeps_cache=version % 2 == 0)
-        await asyncio.sleep(0.02)
-    assert len(boundaries[0]) == NUM_PROMPTS * NUM_SAMPLES
-    answers = await asyncio.gather(*calls)
-    for request, samples in enumerate(answers):
-        for index, sample in enumerate(samples):
-            check(sample, [boundary.get((str(request + 1), index)) for boundary in boundaries])
-    assert not counted(server)
+    return calls
 
 
 def counted(server: VLLMServer) -> dict[tuple[str, int], int]:
@@ -63,10 +76,10 @@ def counted(server: VLLMServer) -> dict[tuple[str, int], int]:
     return {(request, index): count for request, index, count in server._count_tokens()}
 
 
-def check(sample: EngineOutput, boundaries: list[int | None]) -> None:
+def check(sample: EngineOutput, first_version: int, boundaries: list[int | None]) -> None:
     """Each token of the version that was active then."""
-    expected = np.zeros(MAX_TOKENS, np.int32)
-    for version, boundary in enumerate(boundaries, start=1):
+    expected = np.full(MAX_TOKENS, first_version, np.int32)
+    for version, boundary in enumerate(boundaries, start=first_version + 1):
         if boundary is not None:  # else it was at its end before
             expected[boundary:] = version
     np.testing.assert_array_equal(sample["weight_versions"], expected)

@@ -20,6 +20,7 @@ from engine_models import LONG_PROMPT, PROMPTS, Actor, Weights, bare_config, run
 from engine_run import find_core
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache
+from waiting import PATIENCE_SECONDS
 
 from rlightning.errors import EngineError
 from rlightning.processes.process_group import end_group
@@ -295,7 +296,7 @@ def test_no_tokens_arrive_after_pause_begins(policy: Policy, tmp_path: Path) -> 
             start_new_session=True,
         )
         try:
-            assert process.wait(timeout=240) == 0, config.log_file.read_text()[-4000:]
+            assert process.wait(PATIENCE_SECONDS) == 0, config.log_file.read_text()[-4000:]
         finally:
             end_group(process.pid)
 

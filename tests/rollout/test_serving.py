@@ -26,17 +26,19 @@ from engine_models import Actor, bare_config
 from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
 from waiting import PATIENCE_SECONDS, wait_for
 
-from rlightning import intervals
+from rlightning import intervals, rpc
 from rlightning.__main__ import main
 from rlightning.errors import EngineDiedError, EngineError, RequestRefusedError
 from rlightning.hooks import RLCallback
-from rlightning.rollout import Sampling
+from rlightning.processes.liveness import Deadline
+from rlightning.rollout import Sampling, engine_connection
 from rlightning.rollout.engine import vllm_sampling
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import ServedEngine
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import plan_source
+from rlightning.rpc.peer import Peer
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 
 RUN_YAML = """\
@@ -235,7 +237,32 @@ def test_idle_connections_do_not_keep_a_trainer_out(project: Path, server: Serve
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, before)
 
 
-def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Server) -> None:
+@contextlib.contextmanager
+def over_when_busy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the deadline for a connection be over once the engine has refused it because it serves another trainer."""
+    refused = threading.Event()
+
+    class UntilRefused(Deadline):
+        @property
+        def is_over(self) -> bool:
+            return refused.is_set()
+
+    async def connect(*arguments: Any, **options: Any) -> Peer:
+        try:
+            return await rpc.connect(*arguments, **options)
+        except rpc.BusyError:
+            refused.set()
+            raise
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_connection, "Deadline", UntilRefused)
+        patch.setattr(engine_connection, "connect", connect)
+        yield
+
+
+def test_disconnected_trainer_leaves_no_state_for_next(
+    project: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(project, server.url)
     sampling = vllm_sampling(Sampling(max_new_tokens=60), num_samples=8, end_token_ids=())
 
@@ -262,9 +289,8 @@ def test_disconnected_trainer_leaves_no_state_for_next(project: Path, server: Se
             answer.cancel()
         pause(first)
         answers.append(first.submit("generate", [1, 2, 3], sampling))  # held back
-        hasty = make_config(project, server.url, start_timeout=2.0)
-        message = "could not be reached for 2 s: it serves another trainer"
-        with connected(hasty) as second, pytest.raises(EngineError, match=message):
+        message = "could not be reached for 300 s: it serves another trainer"
+        with pytest.raises(EngineError, match=message), over_when_busy(monkeypatch), connected(config) as second:
             second.ready.result(PATIENCE_SECONDS)
     assert not wait(answers, PATIENCE_SECONDS).not_done
     assert isinstance(answers[-1].exception(), EngineDiedError)

@@ -1,9 +1,11 @@
 """A worker process of the tests, with an event loop: ``pool_worker.py PROGRESS STACKS CONNECTION LIFELINE``."""
 
 import asyncio
+import faulthandler
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,12 +14,18 @@ from typing import Any
 from rlightning.rpc.peer import Method
 from rlightning.rpc.progress import CALL, track_tasks
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE
-from rlightning.rpc.worker import Worker
+from rlightning.rpc.worker import STACK_SIGNAL, Worker
 
 
 def backtrack() -> None:
     """Hold the interpreter's lock for longer than a test."""
     re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def write_late(*_: object) -> None:
+    """Write something as stacks, as a process that gets no CPU for a while."""
+    time.sleep(1.5)
+    os.write(int(sys.argv[-3]), b"a late frame")
 
 
 async def do(deed: str, folder: str) -> int:
@@ -33,6 +41,10 @@ async def do(deed: str, folder: str) -> int:
     elif deed == "backtrack in a thread":
         threading.Timer(0.1, backtrack).start()
         await asyncio.sleep(3600)
+    elif deed == "write stacks late":
+        faulthandler.unregister(STACK_SIGNAL)
+        signal.signal(STACK_SIGNAL, write_late)
+        time.sleep(3600)
     elif deed == "exit":
         os._exit(3)
     elif deed == "stop":

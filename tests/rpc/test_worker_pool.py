@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from waiting import in_event_loop
 
-from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError
+from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError, pooled_worker
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 from rlightning.rpc.worker_pool import WorkerExitError, WorkerHungError, WorkerLostError, WorkerPool
 
@@ -64,6 +64,17 @@ async def test_failures_cost_their_own_calls_only(tmp_path: Path) -> None:
         assert count(tmp_path, deed) == num_calls, deed
         assert isinstance(slow, int) and isinstance(other, int) and slow != first
     assert str((await do(pool, "exit"))[0]) == "exit code 3"
+    await pool.close()
+
+
+@in_event_loop
+async def test_late_stacks_are_awaited_unless_suspended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooled_worker, "STACK_SECONDS", 3600.0)
+    pool = make_pool()
+    for deed, stacks in (("write stacks late", "a late frame"), ("stop", "")):
+        with pytest.raises(WorkerHungError) as caught:
+            await pool.call(deed, str(tmp_path), hang_timeout=HANG_TIMEOUT)
+        assert caught.value.stacks == stacks
     await pool.close()
 
 

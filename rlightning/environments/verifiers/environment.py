@@ -323,7 +323,10 @@ def check_verifiers(python: str) -> None:
     try:
         done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT, check=False)
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"environment.python={python} did not tell its version of verifiers: {error}.") from error
+        raise ConfigError(
+            f"environment.python={python} has not named its version of verifiers within {PROBE_TIMEOUT:g} s. Give an "
+            "interpreter that starts faster, such as one on a local disk."
+        ) from error
     version = done.stdout.strip() or "of an unknown version"
     if not re.match(rf"{re.escape(VERSION)}\b", version):
         raise ConfigError(
