@@ -26,9 +26,10 @@ def test_the_reference_work_on_a_gpu() -> None:
     assert settings["max_num_seqs"] == 512
     # All prompts and a block for each other sample would be 64 x 256 + 448 x 16 = 23,552 tokens.
     assert settings["max_num_batched_tokens"] == 8192
-    # As vLLM would, for 512: 3 and 31 sizes up to 248, and 17 up to 512.
-    assert settings["cudagraph_capture_sizes"] == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    assert len(settings["cudagraph_capture_sizes"]) == 51
+    # As vLLM would, for 512: 3 and 31 sizes up to 248, and 17 up to 512. Then 8 for steps in which turns begin.
+    sizes = settings["cudagraph_capture_sizes"]
+    assert sizes == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(544, 769, 32)]
+    assert len(sizes) == 51 + 8
     assert set(settings) <= argument_names()
 
 
@@ -60,11 +61,13 @@ def test_a_batch_holds_all_prompts(work: tuple[int, int, int], tokens: int) -> N
 
 
 def test_graphs_are_captured_for_what_can_come() -> None:
-    assert capture_sizes(1) == [1]
-    assert capture_sizes(10) == [1, 2, 4, 8, 10]
-    assert capture_sizes(128)[-3:] == [112, 120, 128]
-    assert capture_sizes(300)[-4:] == [256, 272, 288, 300]
-    largest = capture_sizes(1024)
+    assert capture_sizes(1, 1) == [1]
+    assert capture_sizes(10, 10) == [1, 2, 4, 8, 10]
+    assert capture_sizes(128, 128)[-3:] == [112, 120, 128]
+    assert capture_sizes(300, 300)[-4:] == [256, 272, 288, 300]
+    assert capture_sizes(10, 2048) == [1, 2, 4, 8, *range(10, 267, 32)]
+    assert capture_sizes(256, 300)[-3:] == [248, 256, 288]
+    largest = capture_sizes(1024, 1024)
     assert largest[-3:] == [960, 992, 1024] and len(largest) == 51 + 16
     assert all(above <= 1.125 * below or above - below <= 8 for below, above in pairwise(largest))
 

@@ -17,6 +17,9 @@ LEAST_BATCHED_TOKENS = 2048
 """vLLM's default of ``max_num_batched_tokens`` for an engine that is not its API server."""
 MOST_BATCHED_TOKENS = 8192
 """Maximum tokens of a prefill batch, vLLM's default: enough to keep any GPU busy."""
+PROMPT_TOKENS_IN_GRAPHS = 256
+"""Tokens of new turns or prompts, beside the maximum number of sequences, for which CUDA graphs are captured. A larger
+step runs without graphs: with 256 sequences of four turns, generation took 1.5 times as long (docs/performance.md)."""
 BLOCK_TOKENS = 16
 """Tokens of a KV cache block, vLLM's default on CUDA. Samples of a prompt share all of its blocks but the last."""
 CPU_GAPS = {"apertus": 0.01, "ernie4_5_moe": 0.6}
@@ -62,7 +65,8 @@ def derive_settings(work: RolloutWork, given: EngineArguments, *, is_cuda: bool)
         "max_num_batched_tokens": max(batched_tokens(work) if is_cuda else LEAST_BATCHED_TOKENS, num_seqs),
     }
     if is_cuda and not GRAPH_ARGUMENTS & given.keys():
-        derived["cudagraph_capture_sizes"] = capture_sizes(num_seqs)
+        tokens = int(given.get("max_num_batched_tokens") or derived["max_num_batched_tokens"])
+        derived["cudagraph_capture_sizes"] = capture_sizes(num_seqs, tokens)
     return derived | given
 
 
@@ -124,17 +128,20 @@ def batched_tokens(work: RolloutWork) -> int:
     return min(max(1 << (tokens - 1).bit_length(), LEAST_BATCHED_TOKENS), MOST_BATCHED_TOKENS)
 
 
-def capture_sizes(num_seqs: int) -> list[int]:
-    """Return the batch sizes for which CUDA graphs are captured; a batch is padded to the next size.
+def capture_sizes(num_seqs: int, num_tokens: int) -> list[int]:
+    """Return the batch sizes, in tokens, for which CUDA graphs are captured; a batch is padded to the next size.
 
     A step begins with ``num_seqs`` sequences, and their number falls as they end. vLLM's default captures sizes up to
-    512, or up to twice the maximum number of sequences. Its spacing is kept, and extended beyond 512.
+    512, or up to twice the maximum number of sequences. Its spacing is kept, and extended beyond 512. Sizes above
+    ``num_seqs`` are for steps in which a turn or a prompt begins while other sequences are sampled.
 
     Args:
         num_seqs: maximum number of concurrent sequences.
+        num_tokens: maximum tokens of a batch, at least ``num_seqs``.
 
     Returns:
-        Sizes in ascending order, up to ``num_seqs``.
+        Sizes in ascending order, up to ``num_seqs + PROMPT_TOKENS_IN_GRAPHS``, but at most ``num_tokens``.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, num_seqs, 32)]
-    return [size for size in sizes if size < num_seqs] + [num_seqs]
+    mixed = range(num_seqs, min(num_seqs + PROMPT_TOKENS_IN_GRAPHS, num_tokens) + 1, 32)
+    return [size for size in sizes if size < num_seqs] + [*mixed]
