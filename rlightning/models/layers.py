@@ -49,17 +49,18 @@ def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
 def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_size: int) -> tuple[bool, str]:
     """Return whether layers should be compiled, and the reason for the log.
 
-    ``wanted`` is the user's setting; None compiles only on CUDA. Raises a ConfigError if it is True but impossible.
+    ``wanted`` is the user's setting; None compiles only on CUDA, and no tensor-parallel layers. Raises a ConfigError if
+    it is True but impossible.
     """
     obstacle = compiler_obstacle(device)
-    if tensor_parallel_size > 1:
-        obstacle = "torch.compile cannot trace tensor-parallel layers for sizes that change"
     if wanted and obstacle:
         raise ConfigError(f"compile=true cannot be: {obstacle}. Leave model.compile out, or set it to false.")
     if wanted is False or (wanted is None and device.type != "cuda"):
         return False, "layers are not compiled"
     if obstacle:
         return False, f"layers are not compiled, because {obstacle}"
+    if wanted is None and tensor_parallel_size > 1:
+        return False, "layers are not compiled, because they are tensor-parallel (model.compile=true compiles them)"
     return True, f"layers are compiled when they run first (cache: {cache_folder()})"
 
 

@@ -12,9 +12,11 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import Strategy
 from rank_processes import each_run, finish, start_calls
 from tiny import MAX_NEW_TOKENS, UseGenerator, full_weights, make_completion, make_data, make_grpo, make_trainer
+from torch._dynamo.utils import counters
 
 from rlightning.callbacks import OffloadDuringRollout
 from rlightning.hooks import fire
+from rlightning.models import layers
 from rlightning.module import RLModule
 from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout import Generator, OnCompleted, Sampling
@@ -132,6 +134,8 @@ def train_each(folder: Path, model: str, runs: dict[str, dict[str, Any]]) -> Non
         runs: by name, the arguments of :func:`train`, with ``strategy`` those of FSDP.
     """
     OffloadDuringRollout.device_type = "cpu"
+    layers.BACKEND = "aot_eager"  # all of torch.compile but for the code it writes
+    os.environ["CXX"] = "true"
     for name, arguments in each_run(runs):
         (folder / name).mkdir(exist_ok=True)
         strategy = FSDP(**arguments.pop("strategy", {}))
@@ -139,6 +143,9 @@ def train_each(folder: Path, model: str, runs: dict[str, dict[str, Any]]) -> Non
             arguments["offload"] = OffloadDuringRollout(**arguments["offload"])
         rank, num_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         result = train(folder / name, model, strategy, num_ranks, **arguments)
+        assert not counters["graph_break"], counters["graph_break"]
+        assert bool(arguments.get("compile")) == bool(counters["stats"]["unique_graphs"])
+        counters.clear()
         if rank == 0:
             torch.save(result, folder / f"{name}.pt")
 

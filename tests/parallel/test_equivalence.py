@@ -24,6 +24,7 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "parameters-offloaded": {"strategy": {"cpu_offload": "parameters"}},
     "optimizer-offloaded": {"strategy": {"cpu_offload": "optimizer"}},
     "moved-in-rollouts": {"offload": {"parameters": True}, "max_tokens_per_microbatch": ACCUMULATED},
+    "tensor-compiled": {"compile": True, "gradient_checkpointing": True, "strategy": {"tensor_parallel_size": 2}},
     "tensor-moved-in-rollouts": {"offload": {"parameters": True}, "strategy": {"tensor_parallel_size": 2}},
     "bf16": {"precision": "bf16-mixed"},
 }
