@@ -77,7 +77,7 @@ class PolicyModule(Ranks, SavedModule):
         optimizer_states: format of AdamW's moments between steps: 8, 4 or 2 bytes a parameter (docs/optimizer.md).
         gradient_checkpointing: recompute activations in the backward pass, in all layers or in none; "auto" for the
             fewest layers that leave room for a micro-batch (none if that is unknown, as on the CPU).
-        compile: whether layers are compiled by torch.compile, which makes the first step slow; None for only on CUDA and
+        compile: whether torch.compile compiles the layers, which makes the first step slow; None for only on CUDA, and
             only if they are not tensor-parallel.
         share_prefixes: compute a common prefix of a micro-batch's sequences once, if it is at least a fifth of one of
             them, see docs/performance.md. Results are the same up to rounding. "auto" for the rollouts of which that
