@@ -1,6 +1,7 @@
 """Real child processes: their start, calls to them, and their end, with everything that they have started."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -44,6 +45,25 @@ async def test_death_fails_call_with_code_and_log(tmp_path: Path) -> None:
         await peer.call("leave", 7, timeout=60)
     assert await end_process(process, peer) == "exit code 7"
     assert process.log_tail() == "its last words"
+
+
+@in_event_loop
+async def test_process_with_many_connections_starts_children(tmp_path: Path) -> None:
+    """select() takes no file descriptor from 1,024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while taken[-1] < 1100:
+            taken.append(os.dup(taken[0]))
+        process = start(log_file=tmp_path / "child.log")
+        peer = await connect_process(process, {}, ready_timeout=300)
+        assert (await peer.call("describe", timeout=60))[1] == process.pid
+        assert await end_process(process, peer) == "SIGKILL"
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(

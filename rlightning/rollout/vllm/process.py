@@ -8,7 +8,6 @@ When the trainer has ended in any way, the process ends with all processes that 
 import asyncio
 import gc
 import os
-import select
 import signal
 import sys
 import threading
@@ -19,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning import intervals
-from rlightning.processes.process_group import end_own_group
+from rlightning.processes.process_group import end_own_group, is_readable
 from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.engine_connection import METHODS
 from rlightning.rollout.engine_facts import EngineFacts, make_facts
@@ -118,7 +117,7 @@ class ParentWatch:
     def _run(self) -> None:
         # A child that the trainer has forked holds the pipe open too: waiting for the pipe's end does not suffice.
         while os.getppid() == self._parent:
-            if select.select([self._lifeline], [], [], intervals.HEARTBEAT_INTERVAL)[0]:
+            if is_readable(self._lifeline, intervals.HEARTBEAT_INTERVAL):
                 break
         self._is_ending.set()
         end_own_group(self._scratch)
