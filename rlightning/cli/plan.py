@@ -19,6 +19,7 @@ from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.work import Parallelism, PlannedRollout, RoleMemory, Work, read_precision
 from rlightning.models import Adapter, describe_length_limit, load_config, max_model_length
 from rlightning.models.adapter import LoRA, check_parallel, resolve_adapter
+from rlightning.models.layers import is_compiled_by_setting
 from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.module.evaluation import no_generator
 from rlightning.module.trainer_options import check_options, check_precision
@@ -110,7 +111,7 @@ def parse_work(args: list[str]) -> Work:
         longest=min(batch.max_tokens_per_microbatch, positions),
         precision=read_precision(trainer["precision"]),
         gradient_checkpointing=model.get("gradient_checkpointing", "auto"),
-        is_compiled=model.get("compile") is not False and parallelism.tensor_parallel_size == 1,
+        is_compiled=is_compiled_by_setting(model.get("compile"), "cuda", parallelism.tensor_parallel_size),
         optimizer_states=model.get("optimizer_states", "float32"),
         parallelism=parallelism,
     )

@@ -1,12 +1,13 @@
 """Tensor parallelism: layers are split by transformers' plan for the model, and the vocabulary over all ranks.
 
 Parameters are DTensors, which FSDP, checkpoints and weight syncs read. Layers compute with this rank's part of them, as
-plain tensors: dispatching each operation of a layer on DTensors takes some 20 ms of the host's time, in which a GPU
-does nothing. The collectives are those of Megatron-LM (arXiv:1909.08053, section 3): a sum of the outputs of layers
-split by rows, and a sum of the gradients of the inputs of layers split by columns.
+plain tensors: on DTensors, the host takes some 20 ms to dispatch the operations of one layer, in which a GPU has
+nothing to do. As in Megatron-LM (arXiv:1909.08053, section 3) a layer that is split by rows sums its outputs over the
+ranks, and one that is split by columns the gradient of its inputs; here each layer sums its own, where Megatron-LM sums
+once for all layers with the same inputs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -51,6 +52,26 @@ class _SumGradients(torch.autograd.Function):
         return _sum(grad, ctx.group), None
 
 
+class _Gather(torch.autograd.Function):
+    """Joins the ranks' parts of the last dimension; of the gradient, equal on all ranks, a rank takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = part.new_empty(group.size(), *part.shape)
+        dist.all_gather_into_tensor(parts, part.contiguous().unsqueeze(0), group=group)
+        return parts.movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _own_part(grad, ctx.group).contiguous(), None
+
+
+def _own_part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return whole.chunk(group.size(), -1)[group.rank()]
+
+
 def _sum(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = part.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
@@ -73,6 +94,15 @@ class ColumnLinear(nn.Linear):
         return linear(whole, local_tensor(self.weight), bias)
 
 
+class GatheredColumnLinear(ColumnLinear):
+    """A linear layer whose outputs are computed in parts, and gathered on all ranks."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., O], equal on all ranks, for inputs [..., I]."""
+        whole: Tensor = _Gather.apply(super().forward(input), self.group)  # type: ignore[no-untyped-call]
+        return whole
+
+
 class RowLinear(nn.Linear):
     """A linear layer that sums, over the ranks, what each computes from its part of the inputs.
 
@@ -85,26 +115,33 @@ class RowLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., O], equal on all ranks, for this rank's part of the inputs."""
         total: Tensor = _SumOverRanks.apply(linear(input, local_tensor(self.weight)), self.group)  # type: ignore[no-untyped-call]
-        return total if self.bias is None else total + local_tensor(self.bias)
+        return total if self.bias is None else total + local_tensor(self.bias).to(total.dtype)
 
 
-def split_columns(layer: nn.Module, mesh: DeviceMesh) -> None:
-    """Split a linear layer by its outputs, in place (:class:`ColumnLinear`)."""
-    _replace(layer, mesh, ColumnLinear, weight=Shard(0), bias=Shard(0))
+class SplitRowLinear(RowLinear):
+    """A linear layer that takes its rank's part of inputs that are equal on all ranks."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., O], equal on all ranks, for inputs [..., I]."""
+        whole: Tensor = _SumGradients.apply(input, self.group)  # type: ignore[no-untyped-call]
+        return super().forward(_own_part(whole, self.group))
 
 
-def split_rows(layer: nn.Module, mesh: DeviceMesh) -> None:
-    """Split a linear layer by its inputs, in place (:class:`RowLinear`)."""
-    _replace(layer, mesh, RowLinear, weight=Shard(1), bias=Replicate())
+_LINEAR: dict[str, tuple[type[ColumnLinear | RowLinear], int]] = {
+    "colwise": (ColumnLinear, 0),
+    "colwise_gather_output": (GatheredColumnLinear, 0),
+    "rowwise": (RowLinear, 1),
+    "rowwise_split_input": (SplitRowLinear, 1),
+}
+"""By the style in transformers' plan, the class of a linear layer, and the dimension in which its weight is split."""
+_HEAD_STYLE = "replicated_with_grad_allreduce"
+"""Style of a layer that works on this rank's heads with parameters that are equal on all ranks."""
 
 
-def _replace(layer: nn.Module, mesh: DeviceMesh, kind: type[ColumnLinear | RowLinear], **placements: Placement) -> None:
-    if type(layer) is not nn.Linear:
-        raise ConfigError(
-            f"a layer of class {type(layer).__name__} cannot be split by tensor parallelism, only nn.Linear. "
-            "Use tensor_parallel_size=1."
-        )
-    _distribute(layer, mesh, placements)
+def split_linear(layer: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    """Split a linear layer over the ranks of ``mesh``, in place."""
+    kind, dimension = _LINEAR[style]
+    _distribute(layer, mesh, {"weight": Shard(dimension), "bias": Replicate() if dimension else Shard(0)})
     layer.__class__ = kind
     vars(layer)["group"] = mesh.get_group()
 
@@ -137,18 +174,6 @@ def _distribute(layer: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Pla
         layer.register_parameter(name, nn.Parameter(parts, requires_grad=parameter.requires_grad))
 
 
-_STYLES: dict[str, Callable[[nn.Module, DeviceMesh], object]] = {
-    "colwise": split_columns,
-    "rowwise": split_rows,
-    "colwise_gather_output": lambda layer, mesh: parallelize_module(
-        layer, mesh, ColwiseParallel(output_layouts=Replicate())
-    ),
-    "rowwise_split_input": lambda layer, mesh: parallelize_module(
-        layer, mesh, RowwiseParallel(input_layouts=Replicate())
-    ),
-    "replicated_with_grad_allreduce": sum_parameter_gradients,
-}
-"""How a module is split, by the style in transformers' plan."""
 _VOCABULARY = {"embedding_rowwise"}
 """Styles in a model's plan that :func:`cut_vocabulary` replaces, for every model."""
 
@@ -162,7 +187,9 @@ def check_tensor_parallel(model: str, config: PreTrainedConfig, size: int) -> No
     prefix = f"tensor_parallel_size={size} does not fit model='{model}' ({config.model_type}):"
     if not plan:
         raise ConfigError(f"{prefix} transformers ships no plan for it. {way_out}")
-    unknown = sorted((style, name) for name, style in plan.items() if style not in _STYLES.keys() | _VOCABULARY)
+    unknown = sorted(
+        (style, name) for name, style in plan.items() if style not in {*_LINEAR, _HEAD_STYLE, *_VOCABULARY}
+    )
     if unknown:
         style, name = unknown[0]
         raise ConfigError(f"{prefix} its plan asks for '{style}' of '{name}', which is not supported. {way_out}")
@@ -179,8 +206,12 @@ def parallelize(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
     The policy must be on the meta device, and checked by :func:`check_tensor_parallel`; the mesh has one dimension,
     this rank's tensor-parallel group.
     """
-    for name, split in plan_styles(policy).items():
-        split(policy.base_model.get_submodule(name), mesh)
+    for name, style in plan_styles(policy).items():
+        layer = policy.base_model.get_submodule(name)
+        if style == _HEAD_STYLE:
+            sum_parameter_gradients(layer, mesh)
+        else:
+            split_linear(layer, style, mesh)
     cut_vocabulary(policy, mesh)
 
 
@@ -203,21 +234,28 @@ def cut_vocabulary(policy: PreTrainedModel, mesh: DeviceMesh) -> None:
         head.weight = embedding.weight
 
 
-def plan_styles(policy: PreTrainedModel) -> dict[str, Callable[[nn.Module, DeviceMesh], object]]:
-    """Return the function that splits each module to be split, by the module's name within the base model.
+def plan_styles(policy: PreTrainedModel) -> dict[str, str]:
+    """Return the style in transformers' plan of each module to be split, by its name within the base model.
 
-    Raises a ConfigError if a module between split modules is missing in the plan.
+    Raises a ConfigError if a module between split modules is missing in the plan, or cannot be split.
     """
     plan = policy.config.get_text_config().base_model_tp_plan
     assert plan is not None
     styles = {
-        name: _STYLES[style]
+        name: style
         for pattern, style in plan.items()
         if style not in _VOCABULARY
         for name, _ in policy.base_model.named_modules()
         if matches_plan(name, pattern)
     }
     check_coverage(policy, set(styles))
+    for name, style in styles.items():
+        layer = policy.base_model.get_submodule(name)
+        if style in _LINEAR and type(layer) is not nn.Linear:
+            raise ConfigError(
+                f"{type(policy).__name__} cannot be tensor parallel: its '{name}' is a {type(layer).__name__}, which "
+                "cannot be split, as nn.Linear can. Use tensor_parallel_size=1."
+            )
     return styles
 
 

@@ -41,7 +41,10 @@ def compared(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -
         cases[f"{kind} tensor"] = [model, TENSOR, {"gradient_checkpointing": kind == "llama"}]
     moe: dict[str, Any] = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     cases["converted"] = [save_tiny("qwen3_moe", folder / "moe", **moe), FSDP, {}]
-    cases["compiled"] = [cases["qwen3"][0], FSDP, {"gradient_checkpointing": True, "compiles_layers": True}]
+    compiled = {"gradient_checkpointing": True, "compiles_layers": True}
+    cases["compiled"] = [cases["qwen3"][0], FSDP, compiled]
+    for kind in ("qwen3", "phi3"):
+        cases[f"{kind} tensor compiled"] = [cases[kind][0], TENSOR, compiled]
     cases["in parts"] = [save_in_parts(folder / "parts"), FSDP, {}]
     cases["missing"] = [save_changed(folder / "missing", "model.norm.weight", None), FSDP, {}]
     cases["own head"] = [
@@ -77,7 +80,10 @@ def save_changed(folder: Path, name: str, weight: torch.Tensor | None, **config:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts", "compiled"])
+COMPILED = ["compiled", "qwen3 tensor compiled", "phi3 tensor compiled"]
+
+
+@pytest.mark.parametrize("name", [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts", *COMPILED])
 def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None:
     for found in compared[name]:
         assert found["names"] and found["weights"] and found["buffers"] and found["shards after no_grad"]

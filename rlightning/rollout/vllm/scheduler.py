@@ -242,8 +242,11 @@ class RolloutScheduler(Scheduler):
         self._lower_limits(-num_deferred)
         begun = [request for request in self.running if output.num_scheduled_tokens.get(request.request_id) == 1]
         if num_deferred:
-            num_preempted = max(num_awake - len(self.running), 0)  # from the end; then vLLM admits no other request
-            self.running = running[: len(running) - num_preempted] + self.running[num_awake:]
+            if len(self.running) < num_awake:  # some were preempted; then vLLM admits no other request
+                left = {request.request_id for request in self.running}.union(deferred.rows)
+                self.running = [request for request in running if request.request_id in left]
+            else:
+                self.running = running + self.running[num_awake:]
             self._schedule_deferred(output)
         deferred.step += 1
         self._defer(begun)
