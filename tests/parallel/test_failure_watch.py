@@ -355,7 +355,7 @@ def test_failure_server_refuses_strangers_and_ends() -> None:
 
 
 @pytest.mark.long
-def test_failure_server_outlives_many_silent_strangers(
+def test_failure_server_outlives_many_silent_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intervals, "JOIN_TIMEOUT", 60.0)
