@@ -72,11 +72,13 @@ class BatchPart:
 
 
 class RemoteBatch:
-    """The batch of all ranks, whose tensors stay on the workers until an attribute other than its sizes is accessed.
+    """The ranks' batches as one, whose tensors stay on the workers until an attribute other than its sizes is accessed.
 
-    Its attributes are those of a :class:`~rlightning.types.RolloutBatch` of all ranks, in the order of ranks.
+    Its attributes are those of a :class:`~rlightning.types.RolloutBatch` of all ranks that have sent the hook, in the
+    order of ranks.
 
     Args:
+        parts: the ranks' parts; with ``has_global_groups`` at least one of a head rank.
         has_global_groups: whether groups are numbered over all ranks.
     """
 
@@ -89,17 +91,17 @@ class RemoteBatch:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens ``T``, over all ranks."""
+        """The number of tokens ``T``, over the ranks of the batch."""
         return sum(part.num_tokens for part in self.parts)
 
     @property
     def num_sequences(self) -> int:
-        """The number of sequences ``N``, over all ranks."""
+        """The number of sequences ``N``, over the ranks of the batch."""
         return sum(part.num_sequences for part in self.parts)
 
     @property
     def num_trajectories(self) -> int:
-        """The number of trajectories ``M``, over all ranks."""
+        """The number of trajectories ``M``, over the ranks of the batch."""
         return sum(part.num_trajectories for part in self.parts)
 
     def fetch(self) -> RolloutBatch:
@@ -223,7 +225,9 @@ class Relay:
 
     def flush(self) -> None:
         """Call the hooks that some ranks have sent and others have not, such as those of the wait for one rank's
-        engine: rank 0's, then the other ranks', with the steps and weight version of the last hook before.
+        engine: rank 0's, then the other ranks', with steps and weight version at least those of the last hook before.
+
+        A hook of ``GLOBAL_GROUPS`` is not called for a batch that no head rank has sent: other ranks may not store it.
         """
         while self._order:
             self._fire(self._order.popleft(), self._others)
@@ -231,7 +235,9 @@ class Relay:
             while hooks:
                 first, last = hooks.pop(0), self._last
                 if last is not None:  # later hooks of this rank have been called already, with rank 0's
-                    first = replace(first, global_step=last.global_step, weight_version=last.weight_version)
+                    step = max(first.global_step, last.global_step)
+                    version = max(first.weight_version, last.weight_version)
+                    first = replace(first, global_step=step, weight_version=version)
                 self._fire(first, self._others[number + 1 :])
 
     def _fire(self, first: FiredHook, others: Sequence[list[FiredHook]]) -> None:
@@ -241,9 +247,17 @@ class Relay:
             if (found := _find(first.hook, hooks)) is not None:
                 hooks.remove(found)
                 same.append(found)
+        if first.hook in GLOBAL_GROUPS and not _has_head(same):
+            return
         self._last = first
         columns = zip(*(fired.arguments for fired in same), strict=True)
         self._fire_one(first, [merge(column, first.hook) for column in columns])
+
+
+def _has_head(same: Sequence[FiredHook]) -> bool:
+    """Return whether a head rank has sent one of the hooks, or none of them has a batch."""
+    parts = [part for fired in same for part in fired.arguments if isinstance(part, BatchPart)]
+    return not parts or any(part.is_head for part in parts)
 
 
 def _find(hook: str, sent: Sequence[FiredHook]) -> FiredHook | None:
@@ -251,7 +265,10 @@ def _find(hook: str, sent: Sequence[FiredHook]) -> FiredHook | None:
 
 
 def merge(values: Sequence[object], hook: str) -> object:
-    """Return one argument of a hook for all ranks: a :class:`RemoteBatch`, concatenated lists, or rank 0's value."""
+    """Return one argument of a hook from those of the ranks that have sent it, in the order of ranks.
+
+    It is a :class:`RemoteBatch`, the concatenated lists, or the value of the first of these ranks.
+    """
     if parts := [value for value in values if isinstance(value, BatchPart)]:
         return RemoteBatch(parts, has_global_groups=hook in GLOBAL_GROUPS)
     if lists := [value for value in values if isinstance(value, list)]:

@@ -90,10 +90,14 @@ def main() -> None:
     with contextlib.suppress(ProcessLookupError):
         end = os.pidfd_open(int(raylet))
     awaited = [0] if end < 0 else [0, end]
+    poll = select.poll()  # select() takes no descriptor from 1,024 on
+    for fd in awaited:
+        poll.register(fd, select.POLLIN)
     while 0 in awaited:
-        ready, _, _ = select.select(awaited, [], [])
+        ready = [fd for fd, _ in poll.poll()]
         if 0 not in ready:  # only the raylet has ended
             awaited.remove(end)
+            poll.unregister(end)
         elif os.read(0, 1):
             has_announced_exit = True
         else:

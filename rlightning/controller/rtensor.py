@@ -100,7 +100,7 @@ def _store(tree: object, label: str) -> object:
     for tensor in tensors:
         _check_plain(tensor)
     handles: dict[int, RTensor] = {}
-    for group in _share_out(tensors):
+    for group in _group_by_block(tensors):
         block = tensor_store().put([_as_bytes(tensor) for tensor in group], label=label)
         for index, tensor in enumerate(group):
             handles[id(tensor)] = RTensor(tensor.shape, tensor.dtype, block, index)
@@ -134,7 +134,7 @@ def _read(blocks: Mapping[int, Block]) -> dict[int, Sequence[Bytes]]:
     return found
 
 
-def _share_out(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _group_by_block(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Group tensors by stored object: small tensors share one; large ones have their own, to be freed separately."""
     small = [tensor for tensor in tensors if tensor.nbytes < SHARED_BELOW]
     if small:

@@ -25,7 +25,7 @@ from rlightning.parallel.cpu_group import barrier_timeout
 from rlightning.rollout.async_metrics import StepTotals
 from rlightning.rollout.in_flight import Group, InFlight, token_staleness
 from rlightning.rollout.placement import COLLECTOR_RANK
-from rlightning.rollout.requests import PromptStream, group_sampling
+from rlightning.rollout.requests import SeededPrompt, group_sampling
 from rlightning.rollout.sampler import OnCompleted, Sampling, sampling_settings
 from rlightning.types import Prompt, Trajectory
 
@@ -130,7 +130,7 @@ class Collector:
 
     @rare_garbage_collection()
     def generate(
-        self, requests: Sequence[PromptStream], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
+        self, requests: Sequence[SeededPrompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None
     ) -> list[list[Trajectory]]:
         """Complete this rank's prompts, and return a list of trajectories for each; every rank must call it.
 
@@ -191,7 +191,7 @@ class Collector:
     @rare_garbage_collection()
     def collect_trajectories(
         self,
-        requests: Sequence[PromptStream],
+        requests: Sequence[SeededPrompt],
         num_samples: int,
         sampling: Sampling,
         on_completed: OnCompleted | None,
@@ -245,7 +245,7 @@ class Collector:
         return next(iter(all_to_all_objects(groups, name="trajectories").values()))
 
     def _start_groups(
-        self, added: Sequence[PromptStream], room: int, version: int, num_samples: int, sampling: Sampling
+        self, added: Sequence[SeededPrompt], room: int, version: int, num_samples: int, sampling: Sampling
     ) -> None:
         """Add prompts, and start groups that wait, also requeued and resumed ones, while fewer than ``room`` run."""
         flight, settings = self.in_flight, sampling_settings(num_samples, sampling)

@@ -24,9 +24,8 @@ from rlightning.parallel.rank_failure import Failure
 from rlightning.python_values import JsonObject
 from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server, connect, make_url, new_key
 from rlightning.rpc.peer import Method
+from rlightning.rpc.server import MAX_UNAUTHENTICATED
 
-MAX_STRANGERS = 32
-"""Maximum number of concurrent unauthenticated connections, in addition to those of all ranks."""
 NO_TIMEOUT = float("inf")
 """Timeout of the transport's own heartbeats: none, since the hang watch detects a rank that does not run."""
 
@@ -86,7 +85,7 @@ class FailureServer:
             self.key,
             self._serve,
             max_clients=len(self._ranks),
-            max_unauthenticated=len(self._ranks) + MAX_STRANGERS,
+            max_unauthenticated=len(self._ranks) + MAX_UNAUTHENTICATED,
             timeout=intervals.JOIN_TIMEOUT,
         )
 

@@ -181,9 +181,9 @@ class RewardThread(LoopThread):
             The result; None if another call still blocks the loop, so that this call has to run on another loop.
         """
         key = next(self._keys)
+        beat, polled, suspended = self.runner.last_beat, monotonic(), 0.0
         call = self.submit(self.runner.run(key, function, arguments, timeout))
         outcome = asyncio.wrap_future(call)
-        beat, polled, suspended = self.runner.last_beat, monotonic(), 0.0
         try:
             while True:
                 await asyncio.wait({outcome}, timeout=intervals.WORKER_POLL_INTERVAL)
@@ -193,7 +193,9 @@ class RewardThread(LoopThread):
                     beat, suspended = self.runner.last_beat, 0.0
                 now = monotonic()
                 suspended += max(now - polled - 2 * intervals.WORKER_POLL_INTERVAL, 0.0)
-                polled, blocked = now, self.blocked_seconds - suspended
+                since_beat = self.blocked_seconds
+                suspended = min(suspended, since_beat)  # not the part before the beat
+                polled, blocked = now, since_beat - suspended
                 current, timeouts = self.current, dict(self.runner.timeouts)
                 allowed = timeouts.get(current) or max(timeouts.values(), default=timeout)
                 if key in timeouts and current in (0, key) and blocked > allowed + intervals.REWARD_BLOCKED_GRACE:

@@ -32,8 +32,8 @@ MIN_ROWS = 4
 """Least number of rows of a matrix product. CPUs multiply fewer rows by other kernels, which round differently; with
 these a sequence's numbers are the same in any batch.
 """
-FILLER = [0] * MIN_ROWS
-"""Tokens that fill up a matrix product of too few rows; their results are dropped."""
+PADDING = [0] * MIN_ROWS
+"""Token ids that pad a matrix product of too few rows; their results are dropped."""
 
 
 @dataclass
@@ -187,7 +187,7 @@ def predict_after_prompts(
     """
     device = model.device
     if sum(map(len, prompts)) < MIN_ROWS:
-        return predict_after_prompts(model, cache, [*prompts, FILLER], [*rows, []])[:-1]
+        return predict_after_prompts(model, cache, [*prompts, PADDING], [*rows, []])[:-1]
     lengths = [len(prompt) for prompt in prompts]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     bounds = torch.tensor([*starts, sum(lengths)], dtype=torch.int32, device=device)
@@ -223,8 +223,8 @@ def predict_next(model: PreTrainedModel, cache: KeyValueCache, tokens: Sequence[
     """
     device = model.device
     if len(tokens) < MIN_ROWS:
-        fill = FILLER[len(tokens) :]
-        return predict_next(model, cache, [*tokens, *fill], [*lengths, *fill])[: len(tokens)]
+        padding = PADDING[len(tokens) :]
+        return predict_next(model, cache, [*tokens, *padding], [*lengths, *padding])[: len(tokens)]
     positions = torch.tensor(lengths, device=device)
     rows = torch.arange(len(tokens), device=device)
     longest = min(-(-(max(lengths) + 1) // CACHE_STEP) * CACHE_STEP, cache.length)
@@ -246,7 +246,7 @@ def predict_next(model: PreTrainedModel, cache: KeyValueCache, tokens: Sequence[
 def output_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Return the logits [N, V], float32, of hidden states [N, E]."""
     if len(hidden) < MIN_ROWS:
-        return output_logits(model, hidden[[*range(len(hidden)), *FILLER[len(hidden) :]]])[: len(hidden)]
+        return output_logits(model, hidden[[*range(len(hidden)), *PADDING[len(hidden) :]]])[: len(hidden)]
     logits = linear(hidden, model.get_output_embeddings().weight).float()
     softcap = read_setting(model.config, "final_logit_softcapping")
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlightning.data import ValidationSet
 
 Purpose = Literal["training", "evaluation"]
-PromptStream = tuple[Prompt, int]
+SeededPrompt = tuple[Prompt, int]
 """A prompt with the number of its random stream."""
 
 
@@ -48,7 +48,7 @@ class RandomStreams:
             seen[prompt.index] += 1
         return numbers
 
-    def assign(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> list[PromptStream]:
+    def assign(self, prompts: Sequence[Prompt], sampling: Sampling, weight_version: int) -> list[SeededPrompt]:
         """Return each prompt with the number of its random stream, or 0 without a seed. Every rank must call it."""
         numbers = [0] * len(prompts) if sampling.seed is None else self.draw(prompts, weight_version)
         return list(zip(prompts, numbers, strict=True))

@@ -1,4 +1,4 @@
-"""Messages over a stream: msgpack in length-prefixed frames, followed by large buffers without copies.
+"""Messages over a stream: msgpack in length-prefixed frames, followed by buffers, of which large ones are not copied.
 
 ::
 
@@ -24,9 +24,15 @@ MAX_BUFFERS = 1 << 16
 MAX_BUFFER_BYTES = 64 << 30
 """Maximum bytes of all buffers of a message together."""
 WRITE_BUFFER_BYTES = 1 << 20
-"""Bytes in a connection's write buffer above which a sender waits until the receiver has read some."""
+"""Bytes in a connection's write buffer above which a sender waits until the receiver has read some.
+
+A message of at most this size with all its buffers is joined by a copy and written at once, if nothing is waiting.
+"""
 JOINED_BYTES = 1 << 16
-"""Bytes up to which a part of a message is joined with others by a copy, which takes less than a system call each."""
+"""Bytes up to which a part of a message that is written in pieces is joined with others by a copy.
+
+A copy of so few bytes takes less than a system call for each part.
+"""
 SCRATCH_BYTES = 1 << 18
 """Size of the buffer for reading; longer data is read directly into its own memory."""
 FRAME_BYTES = 4096
@@ -60,7 +66,10 @@ class _Array(Protocol):
 
 
 class Buffer:
-    """A large buffer that is sent after the message's frame, without being copied into it.
+    """A buffer that is sent after the message's frame instead of being encoded in it.
+
+    In a message of more than ``WRITE_BUFFER_BYTES`` a buffer of more than ``JOINED_BYTES`` is sent from its own memory.
+    In a smaller message buffers are joined with the frame by a copy, unless the connection's write buffer is full.
 
     Args:
         data: contiguous buffer, which must not change before the message is sent.

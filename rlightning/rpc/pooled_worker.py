@@ -19,7 +19,9 @@ from rlightning.rpc.worker import STACK_SIGNAL
 from rlightning.rpc.worker_limits import MB, WorkerLimits, WorkerOutput, find_excess
 
 STACK_SECONDS = 10.0
-"""Maximum seconds for a hanging process to write its stacks; a stall of this process counts as almost no time."""
+"""Maximum seconds for a hanging process to write its stacks."""
+EXCESS_STACK_SECONDS = 1.0
+"""Maximum seconds for a process that exceeds a limit to write its stacks; its memory may still grow meanwhile."""
 STACK_POLLS = 5
 """Number of polls with an unchanged size of the stacks after which they are complete."""
 MAX_STACK_BYTES = 1 << 20
@@ -202,7 +204,7 @@ class PooledWorker:
             if self._process is not None:
                 self._excess = find_excess(self._limits, self._process.pid, self._output)
             if self._excess:
-                await self._write_stacks()
+                await self._write_stacks(peer, EXCESS_STACK_SECONDS)
                 return
             silent_seconds = self._heartbeat.tick()
             progress = self._progress.read()
@@ -216,7 +218,7 @@ class PooledWorker:
             timeout = max((call.hang_timeout for call in at_work.values()), default=silent_seconds)
             if silent_seconds > timeout + intervals.REWARD_BLOCKED_GRACE:
                 self._is_hung = True
-                await self._write_stacks()
+                await self._write_stacks(peer, STACK_SECONDS)
                 return
 
     async def finish(self, timeout: float) -> None:
@@ -241,8 +243,11 @@ class PooledWorker:
         is_explained = not keys or (culprit is not None and self._may_repeat)
         self.ended.set_result(WorkerEnd(culprit, error, keys, is_explained or self._deaths.take()))
 
-    async def _write_stacks(self) -> None:
-        """Have the process write the stacks of its threads, and wait until it has; a suspended process writes none."""
+    async def _write_stacks(self, peer: Peer, timeout: float) -> None:
+        """Have the process write the stacks of its threads, and wait until it has, or has ended.
+
+        A suspended process writes none. A stall of this process counts as almost no time.
+        """
         assert self._process is not None
         found = find_process(self._process.pid)
         if found is not None and found.state in "TtZX":
@@ -250,7 +255,9 @@ class PooledWorker:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, STACK_SIGNAL)
         waiting, size, num_equal = Heartbeat(intervals.SHORT_POLL_INTERVAL), 0, 0
-        while num_equal < STACK_POLLS and waiting.tick() < STACK_SECONDS:
+        while num_equal < STACK_POLLS and waiting.tick() < timeout:
+            if peer.closed.done() or self._process.exit_code is not None:
+                return
             await asyncio.sleep(intervals.SHORT_POLL_INTERVAL)
             size, before = os.fstat(self._stacks).st_size, size
             num_equal = num_equal + 1 if size and size == before else 0

@@ -41,13 +41,13 @@ class WorkerOutput:
     def __init__(self, max_bytes: float) -> None:
         self.max_bytes, self.is_flooded = max_bytes, False
         self._read_fd, self.fd = os.pipe()
-        threading.Thread(target=self._pass_on, name="worker output", daemon=True).start()
+        threading.Thread(target=self._forward, name="worker output", daemon=True).start()
 
     def close_fd(self) -> None:
         """Close this process's end of the pipe, so that the reading thread ends with the worker."""
         os.close(self.fd)
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         num_bytes, began_at = 0, time.monotonic()
         while data := os.read(self._read_fd, CHUNK_BYTES):
             now = time.monotonic()

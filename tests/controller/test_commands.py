@@ -33,7 +33,7 @@ from rlightning.controller.commands import (
     raise_failure,
 )
 from rlightning.controller.driver import DriverContext
-from rlightning.controller.hook_relay import HookRelay, Relay
+from rlightning.controller.hook_relay import BatchPart, HookRelay, Relay
 from rlightning.controller.remote_module import ControllerModule
 from rlightning.controller.rtensor import RTensor, fetch_tensors
 from rlightning.controller.worker import Worker
@@ -254,6 +254,29 @@ def test_flush_calls_hooks_of_other_ranks_with_current_counts() -> None:
     assert fired == [("on_update_end", 7, 4)]
     relay.flush()
     assert fired == [("on_update_end", 7, 4), ("on_engine_start", 7, 4), ("on_engine_ready", 7, 4)]
+
+
+def test_flush_does_not_lower_step_or_weight_version() -> None:
+    """Rank 1 is ahead of the last hook that was called."""
+    fired: list[tuple[str, int, int]] = []
+    relay = Relay(2, lambda hook, arguments: fired.append((hook.hook, hook.global_step, hook.weight_version)))
+    relay.add(0, FiredHook("on_engine_start", (), 6, 3))
+    relay.add(1, FiredHook("on_engine_start", (), 6, 3))
+    relay.add(1, FiredHook("on_engine_ready", (), 7, 4))
+    relay.flush()
+    assert fired == [("on_engine_start", 6, 3), ("on_engine_ready", 7, 4)]
+
+
+@pytest.mark.parametrize("head_rank", [None, 1, 2])
+def test_flush_calls_update_hook_only_with_a_head_rank(head_rank: int | None) -> None:
+    """The other ranks of a tensor-parallel group store no tensors of the group's batch."""
+    fired: list[list[Any]] = []
+    relay = Relay(3, lambda hook, arguments: fired.append(list(arguments)))
+    for rank in (1, 2):
+        part = BatchPart(5, 2, 2, None, None, is_head=rank == head_rank)
+        relay.add(rank, FiredHook("on_update_start", (part,), 7, 4))
+    relay.flush()
+    assert [[batch.num_tokens for batch in arguments] for arguments in fired] == ([] if head_rank is None else [[5]])
 
 
 def test_workers_write_the_model_and_its_adapter(

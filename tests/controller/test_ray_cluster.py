@@ -284,3 +284,26 @@ def test_reaper_kills_agents_and_reports_dead_raylet(
     assert (b"its raylet (process %d on this machine) was killed" % raylet.pid in said) == says_so
     assert reaper.returncode == 0 and agent.wait(300) == -signal.SIGKILL
     raylet.wait()
+
+
+@pytest.mark.processes
+def test_reaper_with_many_descriptors_kills_agents(tmp_path: Path) -> None:
+    """select() takes no file descriptor from 1,024 on."""
+    script = (
+        "import os, resource\n"
+        "from rlightning.controller.reaper import main\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))\n"
+        "while os.dup(2) < 1100: pass\n"
+        "main()\n"
+    )
+    raylet, agent = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
+    arguments = [str(tmp_path), "17", str(raylet.pid), identify_process(agent.pid)]
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *arguments], stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as reaper:
+        raylet.kill()
+        _, said = reaper.communicate(timeout=300)  # closes the reaper's input, as the end of the controller does
+    assert reaper.returncode == 0, said
+    assert agent.wait(300) == -signal.SIGKILL
+    raylet.wait()

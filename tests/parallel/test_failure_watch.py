@@ -20,11 +20,12 @@ from waiting import wait_for
 from rlightning import intervals
 from rlightning.error_report import exit_code
 from rlightning.errors import ConfigError
-from rlightning.parallel.failure_server import MAX_STRANGERS, FailureServer, connect_rank
+from rlightning.parallel.failure_server import FailureServer, connect_rank
 from rlightning.parallel.failure_watch import SIGNAL, FailureWatch, PeerFailure
 from rlightning.parallel.rank_failure import Failure, describe, is_failure
 from rlightning.rpc import LoopThread, Peer
 from rlightning.rpc.peer import Method
+from rlightning.rpc.server import MAX_UNAUTHENTICATED
 
 LOOP = """\
 import ctypes, os, signal, subprocess, sys, threading, time
@@ -354,7 +355,7 @@ def test_failure_server_refuses_strangers_and_ends() -> None:
 
 
 @pytest.mark.long
-def test_failure_server_outlives_many_silent_strangers(
+def test_failure_server_outlives_many_silent_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(intervals, "JOIN_TIMEOUT", 60.0)
@@ -375,7 +376,7 @@ def test_failure_server_outlives_many_silent_strangers(
         return accept(server)
 
     monkeypatch.setattr(socket.socket, "accept", fail_thrice)
-    crowd = [socket.create_connection(address, 60) for _ in range(MAX_STRANGERS + 4)]
+    crowd = [socket.create_connection(address, 60) for _ in range(MAX_UNAUTHENTICATED + 4)]
     assert is_closed(crowd[0])
     for rank, peer in enumerate(peers):
         hub.send(peer, "leave", rank)

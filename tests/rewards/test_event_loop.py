@@ -15,7 +15,7 @@ import sample_rewards
 import tiny
 from judges import unsendable
 from scoring import MakeRunner, score, values
-from waiting import wait_for
+from waiting import in_event_loop, wait_for
 
 from rlightning.algorithms import GRPO
 from rlightning.data import ValidationSet
@@ -143,6 +143,39 @@ def test_suspended_process_costs_no_sample(
 
     runner = make_runner(RewardFunction(stall, timeout=60.0))
     assert values(score(runner, ["a"]).rewards) == [1.0]
+
+
+@in_event_loop
+async def test_block_after_suspension_is_found_in_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suspension, in which both clocks jump, ends before the loop is blocked: none of it counts for the block."""
+    caller = Clock()
+    monkeypatch.setattr(event_loop, "monotonic", caller.time)
+    started, blocks, released = threading.Event(), threading.Event(), threading.Event()
+
+    async def block(completion: str) -> float:
+        started.set()
+        while not blocks.is_set():
+            await asyncio.sleep(0.01)
+        blocks.clear()
+        released.wait()
+        return 1.0
+
+    thread = event_loop.free_thread()
+    call = asyncio.ensure_future(thread.execute(block, {"completion": "a"}, 60.0))
+    await asyncio.to_thread(started.wait)
+    caller.shift += 90.0
+    clock.shift += 90.0
+    resumed_at = clock.time()
+    wait_for(lambda: thread.runner.last_beat >= resumed_at)  # without the caller's loop
+    blocks.set()
+    wait_for(lambda: not blocks.is_set())
+    await asyncio.sleep(0.5)  # the caller's loop polls
+    clock.shift += 90.0
+    try:
+        result = await asyncio.wait_for(call, 20.0)
+    finally:
+        released.set()
+    assert result is not None and "blocked its event loop for more than its timeout=60 s" in str(result.error)
 
 
 @pytest.mark.long

@@ -68,10 +68,10 @@ async def test_failures_cost_their_own_calls_only(tmp_path: Path) -> None:
 
 
 @in_event_loop
-async def test_late_stacks_are_awaited_unless_suspended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_stacks_are_awaited_while_process_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pooled_worker, "STACK_SECONDS", 3600.0)
     pool = make_pool()
-    for deed, stacks in (("write stacks late", "a late frame"), ("stop", "")):
+    for deed, stacks in (("write stacks late", "a late frame"), ("stop", ""), ("die for stacks", "")):
         with pytest.raises(WorkerHungError) as caught:
             await pool.call(deed, str(tmp_path), hang_timeout=HANG_TIMEOUT)
         assert caught.value.stacks == stacks
