@@ -41,7 +41,9 @@ def end_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if is_readable(lifeline):  # the parent had ended before
+    poll = select.poll()  # not is_readable(): AgentCommand sends this function's source to the program's process
+    poll.register(lifeline, select.POLLIN)
+    if poll.poll(0):  # the parent had ended before
         os.killpg(0, signal.SIGKILL)
 
 
