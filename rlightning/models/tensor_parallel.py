@@ -78,14 +78,14 @@ def _sum(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-class ColumnLinear(nn.Linear):
-    """A linear layer that computes this rank's part of the outputs from inputs that are equal on all ranks.
-
-    Attributes:
-        group: the ranks that have the other parts.
-    """
+class _SplitLinear(nn.Linear):
+    """Base of linear layers of which each rank of ``group`` has a part."""
 
     group: dist.ProcessGroup
+
+
+class ColumnLinear(_SplitLinear):
+    """A linear layer that computes this rank's part of the outputs from inputs that are equal on all ranks."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., outputs of this rank] for inputs [..., I]."""
@@ -103,14 +103,8 @@ class GatheredColumnLinear(ColumnLinear):
         return whole
 
 
-class RowLinear(nn.Linear):
-    """A linear layer that sums, over the ranks, what each computes from its part of the inputs.
-
-    Attributes:
-        group: the ranks that have the other parts.
-    """
-
-    group: dist.ProcessGroup
+class RowLinear(_SplitLinear):
+    """A linear layer that sums, over the ranks, what each computes from its part of the inputs."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., O], equal on all ranks, for this rank's part of the inputs."""
@@ -127,7 +121,7 @@ class SplitRowLinear(RowLinear):
         return super().forward(_own_part(whole, self.group))
 
 
-_LINEAR: dict[str, tuple[type[ColumnLinear | RowLinear], int]] = {
+_LINEAR: dict[str, tuple[type[_SplitLinear], int]] = {
     "colwise": (ColumnLinear, 0),
     "colwise_gather_output": (GatheredColumnLinear, 0),
     "rowwise": (RowLinear, 1),

@@ -41,20 +41,11 @@ def end_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    poll = select.poll()  # not is_readable(): AgentCommand sends this function's source to the program's process
+    # AgentCommand sends this function's source to another process: it calls no other function of this module.
+    poll = select.poll()  # select() takes no descriptor from 1,024 on, which a process with many connections passes on
     poll.register(lifeline, select.POLLIN)
     if poll.poll(0):  # the parent had ended before
         os.killpg(0, signal.SIGKILL)
-
-
-def is_readable(fd: int, timeout: float = 0.0) -> bool:
-    """Wait up to ``timeout`` seconds until a file descriptor has data or its other end is closed; return whether it is.
-
-    Any descriptor will do: ``select()`` takes none from 1,024 on, which a process with many connections passes on.
-    """
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(1000 * timeout))
 
 
 def end_group(group: int) -> None:

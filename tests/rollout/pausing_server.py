@@ -39,7 +39,7 @@ async def pause_often(model_folder: str) -> None:
         await server.begin_weight_update()
         if len(counted(server)) == len(calls) * NUM_SAMPLES:
             break
-        # This process was suspended for longer than some requests took: begin again.
+        # This process was suspended for longer than some requests took: sample anew.
         first_version, num_before = first_version + 1, num_before + len(calls)
         await server.finish_weight_update(first_version, False)
         await asyncio.gather(*calls)

@@ -8,6 +8,7 @@ When the trainer has ended in any way, the process ends with all processes that 
 import asyncio
 import gc
 import os
+import select
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from rlightning import intervals
-from rlightning.processes.process_group import end_own_group, is_readable
+from rlightning.processes.process_group import end_own_group
 from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.engine_connection import METHODS
 from rlightning.rollout.engine_facts import EngineFacts, make_facts
@@ -116,8 +117,10 @@ class ParentWatch:
 
     def _run(self) -> None:
         # A child that the trainer has forked holds the pipe open too: waiting for the pipe's end does not suffice.
+        poll = select.poll()  # select() takes no descriptor from 1,024 on
+        poll.register(self._lifeline, select.POLLIN)
         while os.getppid() == self._parent:
-            if is_readable(self._lifeline, intervals.HEARTBEAT_INTERVAL):
+            if poll.poll(1000 * intervals.HEARTBEAT_INTERVAL):
                 break
         self._is_ending.set()
         end_own_group(self._scratch)
