@@ -55,22 +55,32 @@ def backtrack() -> None:
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 
+async def run_between_steps(function: Callable[[], None]) -> None:
+    """Run a function in a thread while the loop executes no call's step, so that no call seems to be the cause."""
+
+    def run() -> None:
+        thread = threading.Thread(target=function)
+        thread.start()
+        thread.join()
+
+    asyncio.get_running_loop().call_later(0.2, run)
+    await asyncio.sleep(3600)
+
+
 async def misbehave(completion: str, folder: str) -> float:
     """Does what the completion says, so that no other call of the process gets on; notes each call in the folder."""
     (Path(folder) / f"{completion}.{time.monotonic_ns()}").touch()
     await client.ask()
-    while completion == "slow" and len(list(Path(folder).glob("slow.*"))) < 2:
-        await asyncio.sleep(0.05)  # under way when the process ends: only its repetition returns
+    if completion == "slow" and len(list(Path(folder).glob("slow.*"))) < 2:
+        await asyncio.sleep(3600)  # under way when the process ends: only its repetition returns
     if completion == "block":
         time.sleep(3600)
     if completion == "backtrack in a thread":
-        threading.Timer(0.2, backtrack).start()
-        await asyncio.sleep(3600)
+        await run_between_steps(backtrack)
     if completion == "exit":
         os._exit(3)
     if completion == "exit in a thread":
-        threading.Timer(0.2, os._exit, (4,)).start()
-        await asyncio.sleep(3600)
+        await run_between_steps(functools.partial(os._exit, 4))
     if completion == "crash":
         os.abort()
     return 1.0
