@@ -1,12 +1,14 @@
 """What the benchmarks share: their arguments, runs in processes of their own, the runs' metrics, and tables."""
 
 import argparse
+import contextlib
 import csv
 import json
 import math
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +27,8 @@ BENCHMARKS = Path(__file__).parent
 PROMPT_TOKENS = 128
 RUN_TIMEOUT = 900.0
 """Seconds that one run may take."""
+MOST_OF_AN_END = 300
+"""Characters of a table's cell that says how a run failed: PyTorch's line on a full device has the facts in them."""
 
 GIB = 2**30
 PHASES = ("generate", "reward", "update", "sync")
@@ -98,17 +102,20 @@ class Run:
 
     @property
     def end(self) -> str:
-        """How it ended: "ok", or why early."""
+        """How it ended: "ok", or why early.
+
+        Of a full device, what PyTorch, CUDA or NCCL says: which one it is, and what this process and others have of it.
+        """
         if self.exit_code == 0:
             return "ok"
         if self.exit_code == 124:
             return "too slow"
-        log = self.read_log()
-        if "out of memory" in log or "OutOfMemoryError" in log:
-            return "out of memory"
-        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        lines = [line.strip() for line in self.read_log().splitlines() if line.strip()]
         told = [line for line in lines if line.startswith("error: ")]  # behind it, libraries may say more
-        return f"exit code {self.exit_code}: {(told or lines or [''])[-1][:200]}".replace("|", "/")
+        short = [line for line in (*told, *lines) if "out of memory" in line or "OutOfMemoryError" in line]
+        last = (told or lines or [""])[-1]
+        end = f"out of memory: {short[0]}" if short else f"exit code {self.exit_code}: {last}"
+        return end[:MOST_OF_AN_END].replace("|", "/")
 
     def require_success(self) -> "Run":
         """This run; if it failed, the benchmark ends with the end of its log."""
@@ -326,14 +333,22 @@ def program_environment() -> dict[str, str]:
 
 
 def run_logged(command: Sequence[str], log: Path, environment: dict[str, str], timeout: float) -> int:
-    """Run a command, whose output the log gets; its exit code, 124 if it took more than so many seconds."""
+    """Run a command, whose output the log gets; its exit code, 124 if it took more than so many seconds.
+
+    The processes of its session end with it: ranks would wait for rank 0 for half an hour, and keep their GPUs.
+    """
     with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            return subprocess.run(
-                command, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=False
-            ).returncode
+            return process.wait(timeout)
         except subprocess.TimeoutExpired:
             return 124
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def write_run(arguments: argparse.Namespace, job: Job) -> tuple[Path, list[str]]:

@@ -85,7 +85,7 @@ def make_job(arguments: argparse.Namespace, model: str, mesh: str) -> Job:
         "synthetic.SyntheticRollout",
         max_new_tokens=arguments.max_new_tokens,
         short_steps=num_profiled,
-        short_tokens=PROFILED_MICROBATCHES * arguments.microbatch_tokens * num_gpus,
+        short_tokens=PROFILED_MICROBATCHES * arguments.microbatch_tokens,
     )
     profiles = [
         callback("synthetic.ProfileUpdate", step=steps - 1, name="kernels", has_host=False),

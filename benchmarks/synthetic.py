@@ -57,7 +57,7 @@ class SyntheticRollout(RLCallback, Generator):
         max_new_tokens: the longest.
         is_variable: whether their lengths differ, see :func:`draw_lengths`.
         short_steps: so many of the last steps have completions for ``short_tokens`` alone, to be profiled.
-        short_tokens: tokens of these steps.
+        short_tokens: tokens that a rank has in each of these steps.
     """
 
     def __init__(

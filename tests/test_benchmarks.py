@@ -15,6 +15,7 @@ import pytest
 import yaml
 from fork_server import START_BY_EXEC
 from programs import read_csv, run_python
+from waiting import still_running
 
 from rlightning.callbacks import VLLMRollout
 
@@ -179,6 +180,47 @@ def test_the_canary_is_asked_about_right_and_wrong_weights(run_benchmark: RunBen
     assert told["down_proj stale"] == "no"  # lost in rounding
     assert all(strike["off by, %"] > 0 and strike["strike"] in said for strike in strikes)
     assert list((tmp_path / "out").rglob("metrics.csv")) == []  # no step of training
+
+
+FULL_DEVICE = (
+    "CUDA out of memory. Tried to allocate 1.19 GiB. GPU 2 has a total capacity of 79.18 GiB of which 1.03 GiB is "
+    "free. Process 4242 has 50.93 GiB memory in use. Including non-PyTorch memory, this process has 27.20 GiB memory "
+    "in use."
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "end"),
+    [
+        (f"torch.OutOfMemoryError: ...\nerror: {FULL_DEVICE} Lower ...\nbye\n", f"out of memory: error: {FULL_DEVICE}"),
+        ("NCCL error\nCuda failure 2 'out of memory'\n", "out of memory: Cuda failure 2 'out of memory'"),
+        ("error: no tokens\nbye\n", "exit code 1: error: no tokens"),
+    ],
+)
+def test_failed_run_says_what_was_short(log: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    launch = importlib.import_module("launch")
+    (tmp_path / "run.log").write_text(log)
+    assert launch.Run(launch.Job("0.6b/hsdp", {}, 4), tmp_path, 1, 60.0).end.startswith(end)
+
+
+def test_ranks_of_a_run_over_its_limit_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    launch, log = importlib.import_module("launch"), tmp_path / "run.log"
+    assert launch.run_logged(["sh", "-c", "sleep 601 & echo $!; wait"], log, dict(os.environ), 1.0) == 124
+    assert still_running([int(log.read_text())], 30.0) == []
+
+
+@pytest.mark.parametrize("mesh", ["one", "fsdp"])
+def test_profiled_steps_are_short_on_each_rank(mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    meshes = importlib.import_module("meshes")
+    arguments = argparse.Namespace(
+        model="tiny", device="cpu", out=tmp_path, gpus=4, fsdp={}, steps=2, profile=True, same_batch=False,
+        samples=8, max_new_tokens=1024, microbatch_tokens=16384, tokens=131072,
+    )  # fmt: skip
+    rollout = meshes.make_job(arguments, "tiny", mesh).config["trainer"]["callbacks"][0]["init_args"]
+    assert (rollout["short_steps"], rollout["short_tokens"]) == ((0 if mesh == "one" else 2), 3 * 16384)
 
 
 @pytest.mark.slow
