@@ -10,6 +10,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.clock import Clock
@@ -62,7 +63,7 @@ class RecordedPolicy:
         number: index of the trajectory in its group.
         max_length: maximum tokens of a sequence.
         attempt: number of the attempt at the trajectory, from 0; each attempt samples with another seed.
-        clock: the trajectory's deadlines; None for new ones.
+        clock: the trajectory's time and deadlines; None for a new one.
 
     Attributes:
         attempt: number of the attempt, which a checkpoint saves.
@@ -136,7 +137,7 @@ class RecordedPolicy:
         ``recorder.extend`` appends that part to this trajectory.
         """
         part = RecordedPolicy(
-            self._sampler, self.chat_format, self._request, self._number, self.max_length, self.attempt
+            self._sampler, self.chat_format, self._request, self._number, self.max_length, self.attempt, self.clock
         )
         part.temperature, part.on_turn = self.temperature, lambda: self.on_turn()
         part.num_requested = self._num_parts << PART_BITS  # samples from its own random streams
@@ -186,7 +187,8 @@ class RecordedPolicy:
         self._num_asked += 1
         sampling = Sampling(temperature=temperature, max_new_tokens=room, seed=seed)
         try:
-            (sample,) = await self._sampler.sample(history, sampling, num_samples=1, session=None)
+            with self.clock.requesting():
+                (sample,) = await self._sampler.sample(history, sampling, num_samples=1, session=None)
         except Exception as error:
             self.failure = self.failure or error
             raise
@@ -288,11 +290,13 @@ class RecordedPolicy:
         self.num_requested += num_samples
         self._resumable = None  # the environment has started from scratch
         reservation = self.recorder.reserve(token_ids, reason)
+        given: dict[str, Any] = {"num_samples": num_samples, "session": self._session}
+        if on_tokens is not None:  # a sampler that never streams need not take it
+            given["on_tokens"] = on_tokens
         try:
             try:
-                samples = await self._sampler.sample(
-                    token_ids, sampling, num_samples=num_samples, session=self._session, on_tokens=on_tokens
-                )
+                with self.clock.requesting():
+                    samples = await self._sampler.sample(token_ids, sampling, **given)
             except Exception as error:
                 # A rejected schema is the client's error: the trajectory continues.
                 is_refusal = isinstance(error, RequestRefusedError) and not isinstance(error, StreamLostError)
