@@ -150,7 +150,7 @@ class ChatFormat:
         token_ids: Sequence[int],
         tools: Sequence[Message] | None = None,
         *,
-        prompt_ids: Sequence[int] | None = None,
+        prompt_ids: Sequence[int],
         turn: int = 0,
     ) -> AssistantMessage:
         """Parse the sampled tokens of one turn to a message: content, reasoning and tool calls.
@@ -158,7 +158,7 @@ class ChatFormat:
         Args:
             token_ids: the sampled tokens.
             tools: schemas of the conversation's tools, which say which arguments are texts if the format does not.
-            prompt_ids: tokens before the turn; None if they end with the template's usual beginning of a turn.
+            prompt_ids: tokens before the turn, which may end inside the reasoning.
             turn: number of the turn in the trajectory; part of the ids of its calls.
         """
         # Mistral's ids must have this length.
@@ -390,16 +390,8 @@ class ChatFormat:
         found = self._special_text.search(text)
         return 0 if found is None else found.end()
 
-    def _is_in_thought(self, prompt_ids: Sequence[int] | None) -> bool:
-        if prompt_ids is None:
-            return self._opens_thought
+    def _is_in_thought(self, prompt_ids: Sequence[int]) -> bool:
         return self.decode(prompt_ids[-16:]).rstrip().endswith(OPEN_THOUGHT)
-
-    @cached_property
-    def _opens_thought(self) -> bool:
-        if not self.has_template:
-            return False
-        return self._apply([{"role": "user", "content": "hi"}], None, True).rstrip().endswith(OPEN_THOUGHT)
 
 
 def find_rewrites(chat_format: ChatFormat) -> str | None:

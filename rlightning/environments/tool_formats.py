@@ -339,14 +339,14 @@ class RenderersParser:
         self,
         token_ids: Sequence[int],
         tools: Sequence[Message] | None,
-        prompt_ids: Sequence[int] | None,
+        prompt_ids: Sequence[int],
         call_ids: Iterator[str],
     ) -> AssistantMessage:
         """Parse the sampled tokens of a turn to a message."""
         parsed = self._renderer.parse_response(
             list(token_ids),
             tools=[tool.get("function", tool) for tool in tools] if tools else None,
-            prompt_ids=None if prompt_ids is None else list(prompt_ids),
+            prompt_ids=list(prompt_ids),
         )
         if not tools and parsed.tool_calls:
             return AssistantMessage(self._with_calls(parsed, token_ids), parsed.reasoning_content or None)
