@@ -61,6 +61,9 @@ class Endpoint:
         max_request_bytes: maximum bytes of a request's body.
         max_connections: maximum number of concurrent connections.
         max_requests: maximum number of concurrent requests of a session.
+
+    Attributes:
+        url: URL of the server, without a path; available after :meth:`start`.
     """
 
     def __init__(
@@ -94,12 +97,7 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._shared_keys: dict[str, SharedKey] = {}
         self._serving: tuple[Any, asyncio.Task[None]] | None = None
-        self._url = ""
-
-    @property
-    def url(self) -> str:
-        """The URL of the server, without a path; available after :meth:`start`."""
-        return self._url
+        self.url = ""
 
     async def start(self) -> None:
         """Start to listen, if not listening already; raises a ConfigError if that fails."""
@@ -123,7 +121,7 @@ class Endpoint:
             server = uvicorn.Server(config)
             server.capture_signals = contextlib.nullcontext  # the trainer handles signals
             self._serving = server, asyncio.ensure_future(server.serve([listener]))
-            log.info("Agents reach the policy at %s.", self._url)
+            log.info("Agents reach the policy at %s.", self.url)
         server, task = self._serving
         while not server.started:
             if task.done():
@@ -141,7 +139,7 @@ class Endpoint:
                 f"endpoint.host={self.host}, endpoint.port={self.port} cannot be listened at: {error.strerror}. Give "
                 "an address of this host; port 0 takes a free one."
             ) from error
-        self._url = rpc.make_url(self.advertised_host or find_address(self.host), listener.getsockname()[1], "http")
+        self.url = rpc.make_url(self.advertised_host or find_address(self.host), listener.getsockname()[1], "http")
         return listener
 
     async def close(self) -> None:
@@ -243,16 +241,13 @@ class Endpoint:
             reply = work.result()
         finally:
             work.end()
-        if work.is_abandoned:
-            raise ClientGoneError
         await send_json(send, reply)
 
 
 class RouteWork:
-    """The task that answers one request; it is cancelled, and ``is_abandoned`` set, if the client disconnects first."""
+    """The task that answers one request, until the client disconnects."""
 
     def __init__(self, route: Route, session: Session, body: JsonObject, request: Request) -> None:
-        self.is_abandoned = False
         self._session = session
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._work = asyncio.ensure_future(_call(route, session, body, self._events.put_nowait))
@@ -263,23 +258,23 @@ class RouteWork:
             one.add_done_callback(lambda _: self._events.put_nowait(None))
 
     async def next_event(self) -> Event | None:
-        """Wait for the next event of the response's stream; None after the last one, or if the client disconnected."""
+        """Wait for the next event of the response's stream, and return it; None after the last one.
+
+        Raises:
+            ClientGoneError: the client has disconnected.
+        """
         event = await self._events.get()
         if self._gone.done() and not self._work.done():
-            self.is_abandoned = True
             self._session.num_abandoned += 1
-            self.end()
-            return None
+            raise ClientGoneError
         return event
 
     def result(self) -> Reply:
-        """Return the response's body; None if it was streamed or the client disconnected. Call it after the last event.
+        """Return the response's body; None if it was streamed. Call it after the last event.
 
         Raises:
             APIError: the route failed.
         """
-        if self.is_abandoned:
-            return None
         if self._work.cancelled():
             raise APIError("The session was closed.", 503)
         return self._work.result()
@@ -295,11 +290,13 @@ async def send_events(send: Send, work: RouteWork, first: Event, to_error: Calla
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     event: Event | None = first
-    while event is not None:
-        await send({"type": "http.response.body", "body": _write_event(event), "more_body": True})
-        event = await work.next_event()
     try:
+        while event is not None:
+            await send({"type": "http.response.body", "body": _write_event(event), "more_body": True})
+            event = await work.next_event()
         work.result()
+    except ClientGoneError:
+        return
     except APIError as error:
         await send({"type": "http.response.body", "body": _write_event(to_error(error)), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
