@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 CONSTRAINED = "constrained_turns"
 """Metric: the number of a trajectory's constrained turns; only of trajectories with such turns."""
+SETTINGS = ("tools", "attempt", "temperature", "num_requested", "num_constrained", "has_reached_limit")
+"""Attributes of :class:`RecordedPolicy` that a checkpoint saves."""
 PART_BITS = 32
 """Bits for the turn's number in the number of its random stream; the higher bits number the parts of a trajectory."""
 
@@ -66,7 +68,8 @@ class RecordedPolicy:
         clock: the trajectory's time and deadlines; None for a new one.
 
     Attributes:
-        attempt: number of the attempt, which a checkpoint saves.
+        tools: schemas that were given with the first turn; None without any.
+        attempt: number of the attempt.
         temperature: temperature of all of the trajectory's turns; None for the prompt's, or else the run's.
         has_reached_limit: whether the last request exceeded the maximum length of a sequence.
         failure: the sampler's first error, which makes the trajectory fail.
@@ -101,7 +104,7 @@ class RecordedPolicy:
         self._kept: tuple[Mark, JsonObject, object] | None = None
         self._resumable: SavedTrajectory | None = None
         self._num_parts = self._num_asked = 0
-        self._tools: list[Message] | None = None
+        self.tools: list[Message] | None = None
         self.num_requested = 0
 
     @property
@@ -148,7 +151,7 @@ class RecordedPolicy:
         """Sample the policy's next turn in the chat (:meth:`Policy.chat`)."""
         recorder = self.recorder
         if recorder.branches:
-            if tools is not None and list(tools) != (self._tools or []):
+            if tools is not None and list(tools) != (self.tools or []):
                 raise ValueError("Tools are given with the first turn, and stay the same in later ones.")
             last = recorder.samples[-1]
             ended = last.finish_reason == "stop"
@@ -157,20 +160,20 @@ class RecordedPolicy:
         elif observations or tools:
             if tools:
                 self.chat_format.check_tools()
-            self._tools = list(tools) if tools else None
+            self.tools = list(tools) if tools else None
             messages = observations or self.chat_format.prompt_messages(self._request.prompt)
-            history = self.chat_format.render(messages, self._tools)
+            history = self.chat_format.render(messages, self.tools)
         else:
             history = self._request.prompt.token_ids
         number = len(recorder.turns) + len(observations)
 
         def read(sample: Sample) -> AssistantMessage:
-            if not self._tools:
+            if not self.tools:
                 return AssistantMessage(sample.text)
-            return self.chat_format.parse(sample.token_ids, self._tools, prompt_ids=history, turn=number)
+            return self.chat_format.parse(sample.token_ids, self.tools, prompt_ids=history, turn=number)
 
         (turn,) = await self.sample_turns(history, self.sampling, observations=observations, read=read)
-        return Reply(turn.sample, turn.message) if self._tools else Reply(turn.sample)
+        return Reply(turn.sample, turn.message) if self.tools else Reply(turn.sample)
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """Sample the policy's next turn from a token sequence (:meth:`Policy.sample`)."""
@@ -221,9 +224,8 @@ class RecordedPolicy:
         made = from_plain(saved["trajectory"], self._request.prompt)
         self.recorder.load(made.branches, made.turns)
         settings = saved["settings"]
-        self._tools, self.attempt, self.temperature = settings["tools"], settings["attempt"], settings["temperature"]
-        self.num_requested, self.num_constrained = settings["num_requested"], settings["num_constrained"]
-        self.has_reached_limit = settings["has_reached_limit"]
+        for name in SETTINGS:
+            setattr(self, name, settings[name])
         self.progress = settings["progress"] and outcome_from_plain(settings["progress"])
 
     def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
@@ -241,15 +243,8 @@ class RecordedPolicy:
         return {"trajectory": trajectory, "settings": settings, "state": state, "outcome": ended}
 
     def _settings(self) -> JsonObject:
-        return {
-            "tools": self._tools,
-            "attempt": self.attempt,
-            "temperature": self.temperature,
-            "num_requested": self.num_requested,
-            "num_constrained": self.num_constrained,
-            "has_reached_limit": self.has_reached_limit,
-            "progress": None if self.progress is None else outcome_to_plain(self.progress),
-        }
+        progress = None if self.progress is None else outcome_to_plain(self.progress)
+        return {**{name: getattr(self, name) for name in SETTINGS}, "progress": progress}
 
     async def sample_turns(
         self,
