@@ -4,6 +4,7 @@ Workers import ``worker`` and their environment in other interpreters, which nee
 of the environment, such as openai or websockets.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rlightning.environments.environment import (
@@ -47,12 +48,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import a name of this package that only the trainer's process uses, when it is first accessed."""
-    if name == "AgentProgram":
-        from rlightning.environments.agent_program import AgentProgram
-
-        return AgentProgram
-    if name == "WorkerEnvironment":
-        from rlightning.environments.worker_environment import WorkerEnvironment
-
-        return WorkerEnvironment
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    modules = {"AgentProgram": "agent_program", "WorkerEnvironment": "worker_environment"}
+    if name not in modules:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(f"{__name__}.{modules[name]}"), name)

@@ -102,20 +102,18 @@ class ChatFormat:
         """Return the text of tokens, with special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Return the tokens of a conversation, with the beginning of the policy's turn if ``add_generation_prompt``.
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[int]:
+        """Return the tokens of a conversation, with the beginning of the policy's turn.
 
         Raises a ConfigError if the template refuses the conversation, or it has contents other than text.
         """
-        text = self.render_text(messages, tools, add_generation_prompt)
+        text = self.render_text(messages, tools)
         return self._encode(text, add_special_tokens=not self.has_template)
 
     def render_text(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of a conversation; see :meth:`render`."""
+        """Return the text of a conversation, with the beginning of the policy's turn if ``add_generation_prompt``."""
         cleaned = self._clean(messages)
         if not self.has_template:
             if tools:
