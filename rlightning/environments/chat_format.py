@@ -7,9 +7,9 @@ after them are rendered, in the template's format for that position.
 import json
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Field names of the reasoning in messages."""
 _KEEPS_REASONING = {"clear_thinking": False, "preserve_thinking": True}
 """Arguments by which the templates of GLM and of Qwen3.6 keep the reasoning of earlier turns."""
+MAX_BEGINNINGS = 256
+"""Number of conversations whose tokens are cached: a group's trajectories have the same beginning at about one time."""
 INSTALL = "pip install --no-deps renderers prime-pydantic-config"
 """Command that installs renderers; its dependency openai-harmony would overwrite files of vLLM's oss-harmony."""
 _TOOL = {
@@ -64,10 +66,6 @@ class ChatFormat:
         template_arguments: arguments of the chat template, such as ``{"enable_thinking": False}``; None for those of
             the prompts.
         prompt_format: converts rows to prompts.
-
-    Attributes:
-        beginnings: cache of the tokens of trajectories' first conversations, by the conversation's JSON, the latest
-            last.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class ChatFormat:
         prompt_format: PromptFormat = USUAL,
     ) -> None:
         self.tokenizer, self._prompt_format = tokenizer, prompt_format
-        self.beginnings: dict[str, array[int]] = {}
         chosen = prompt_format.chat_template_arguments if template_arguments is None else template_arguments
         self._arguments = {name: value for name, value in chosen.items() if name != CONTINUES}
 
@@ -109,6 +106,11 @@ class ChatFormat:
         """
         text = self.render_text(messages, tools)
         return self._encode(text, add_special_tokens=not self.has_template)
+
+    @cached_property
+    def render_json(self) -> "Callable[[str], array[int]]":
+        """:meth:`render` of a conversation and its tools as JSON, with a cache that a group's trajectories share."""
+        return lru_cache(MAX_BEGINNINGS)(lambda conversation: array("q", self.render(*json.loads(conversation))))
 
     def render_text(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True

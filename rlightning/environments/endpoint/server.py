@@ -14,7 +14,7 @@ from rlightning import rpc
 from rlightning.environments.agent_limit import LIMIT_TEXT, is_limit
 from rlightning.environments.endpoint import anthropic_api, openai_api, responses_api
 from rlightning.environments.endpoint.address import find_address
-from rlightning.environments.endpoint.asgi import GONE, ClientGoneError, Receive, Request, Send, send_json, send_text
+from rlightning.environments.endpoint.asgi import ClientGoneError, Receive, Request, Send, send_json
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
@@ -209,7 +209,7 @@ class Endpoint:
             is_over = error.status >= 500
             await send_json(send, shape, error.status, {b"x-should-retry": b"false"} if is_over else None)
         except ClientGoneError:
-            await send_text(send, b"", GONE, {})
+            return  # it gets no response
 
     async def _authenticate(self, headers: Mapping[str, str], *, is_reading: bool) -> Session:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
@@ -236,7 +236,7 @@ class Endpoint:
         try:
             event = await work.next_event()
             if event is not None:
-                await send_events(send, work, event, lambda error: _error_event(error, request.path))
+                await send_events(send, work, event, request.path)
                 return
             reply = work.result()
         finally:
@@ -285,8 +285,12 @@ class RouteWork:
         self._work.cancel()
 
 
-async def send_events(send: Send, work: RouteWork, first: Event, to_error: Callable[[APIError], Event]) -> None:
-    """Send the events of a stream as they are emitted, until the last one or until the client disconnects."""
+async def send_events(send: Send, work: RouteWork, first: Event, path: str) -> None:
+    """Send the events of a stream as they are emitted, until the last one.
+
+    Raises:
+        ClientGoneError: the client has disconnected.
+    """
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     event: Event | None = first
@@ -295,10 +299,9 @@ async def send_events(send: Send, work: RouteWork, first: Event, to_error: Calla
             await send({"type": "http.response.body", "body": _write_event(event), "more_body": True})
             event = await work.next_event()
         work.result()
-    except ClientGoneError:
-        return
     except APIError as error:
-        await send({"type": "http.response.body", "body": _write_event(to_error(error)), "more_body": True})
+        last = _write_event(_error_event(error, path))
+        await send({"type": "http.response.body", "body": last, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 

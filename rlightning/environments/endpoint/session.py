@@ -3,13 +3,11 @@
 import asyncio
 import json
 import secrets
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, to_json
 from rlightning.environments.endpoint.parameters import RequestParameters, to_sampling
@@ -24,8 +22,6 @@ from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_tokens
 from rlightning.types.trajectory import BranchReason, Sample
 
 RESPONSE_FORMAT = "response_format"
-MAX_BEGINNINGS = 256
-"""Number of conversations whose tokens are cached: a group's trajectories have the same beginning at about one time."""
 
 
 class ToolUse(NamedTuple):
@@ -222,7 +218,7 @@ class Session:
         if found.past is None:
             if self.policy.recorder.branches:
                 return chat_format.render(messages, tools)
-            return list(render_beginning(chat_format, messages, tools))
+            return list(chat_format.render_json(json.dumps([messages, tools])))
         turn = found.past.turn
         ended = turn.sample.finish_reason == "stop"
         added = chat_format.render_observations(new, sampled=turn.sample.token_ids, ended=ended)
@@ -237,18 +233,6 @@ class Session:
         if message.errors:
             message = parse(sample.token_ids, None, prompt_ids=history, turn=number)
         return message._replace(content=cut_at_stops(message.content, stops))
-
-
-def render_beginning(
-    chat_format: ChatFormat, messages: Sequence[Message], tools: Sequence[Message] | None
-) -> "array[int]":
-    """Return the tokens of a trajectory's first conversation, from a cache that a group's trajectories share."""
-    beginnings, conversation = chat_format.beginnings, json.dumps([messages, tools])
-    found = beginnings.pop(conversation, None)
-    beginnings[conversation] = array("q", chat_format.render(messages, tools)) if found is None else found
-    while len(beginnings) > MAX_BEGINNINGS:
-        del beginnings[next(iter(beginnings))]
-    return beginnings[conversation]
 
 
 def check_schema_is_followed(policy: RecordedPolicy, allowed: frozenset[str]) -> None:
