@@ -70,6 +70,7 @@ class RecordedPolicy:
     Attributes:
         tools: schemas that were given with the first turn; None without any.
         attempt: number of the attempt.
+        sampling: the sampling parameters of the trajectory's turns.
         temperature: temperature of all of the trajectory's turns; None for the prompt's, or else the run's.
         has_reached_limit: whether the last request exceeded the maximum length of a sequence.
         failure: the sampler's first error, which makes the trajectory fail.
@@ -92,6 +93,7 @@ class RecordedPolicy:
         clock: Clock | None = None,
     ) -> None:
         self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder(chat_format.decode)
+        self.sampling = request.sampling
         self.temperature: float | None = None
         self.has_reached_limit = False
         self.num_constrained, self.has_snapshots = 0, False
@@ -106,11 +108,6 @@ class RecordedPolicy:
         self._num_parts = self._num_asked = 0
         self.tools: list[Message] | None = None
         self.num_requested = 0
-
-    @property
-    def sampling(self) -> Sampling:
-        """The sampling parameters of this trajectory's turns."""
-        return self._request.sampling
 
     @property
     def stream(self) -> int:
@@ -306,10 +303,6 @@ class RecordedPolicy:
         self.num_constrained += num_samples if sampling.json_schema is not None else 0
         self.on_turn()
         return self.recorder.record(reservation, samples, observations, messages)
-
-    def record(self, token_ids: Sequence[int], sample: Sample) -> None:
-        """Record a turn that was sampled after ``token_ids``."""
-        self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
         """Return the recorded trajectory with its outcome. Status "finished" becomes "truncated" if a limit on tokens

@@ -111,7 +111,7 @@ class RecordedGroup:
         token_ids, sampling = self._request.prompt.token_ids, self._request.sampling
         samples = await self._sampler.sample(token_ids, sampling, num_samples=len(self._policies), session=None)
         for policy, sample in zip(self._policies, samples, strict=True):
-            policy.record(token_ids, sample)
+            policy.recorder.record(policy.recorder.reserve(token_ids), [sample])
         return [Outcome() for _ in samples]
 
     async def run_each(

@@ -215,11 +215,11 @@ def test_a_server_that_ends_or_hangs_is_replaced(make: Attempts, tmp_path: Path)
             server = environment._get_servers().servers[0]
             while not sampler.histories:  # the episode is under way
                 await asyncio.sleep(0.02)
-            assert server.pid is not None
-            pids.append(server.pid)
+            assert server.process is not None
+            pids.append(server.process.pid)
             if number == signal.SIGSTOP:
                 server.hang_timeout = 1.0
-            os.kill(server.pid, number)
+            os.kill(server.process.pid, number)
 
         return during
 
@@ -284,7 +284,7 @@ from rlightning.environments.verifiers import Verifiers
 async def main():
     environment = Verifiers("number_tasks", python={python!r})
     await environment.check()
-    print(environment._get_servers().servers[0].pid, flush=True)
+    print(environment._get_servers().servers[0].process.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
