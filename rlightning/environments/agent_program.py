@@ -20,8 +20,6 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 UNFINISHED = ("timeout", "failed", "aborted")
 """Statuses of trajectories that may have no turns."""
-
-
 MIN_CONNECTIONS = 4096
 """Least default of the endpoint's maximum number of concurrent connections."""
 
