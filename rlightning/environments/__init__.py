@@ -24,6 +24,10 @@ from rlightning.environments.tools import Tools
 
 if TYPE_CHECKING:
     from rlightning.environments.agent_program import AgentProgram
+    from rlightning.environments.openenv import OpenEnv
+    from rlightning.environments.reasoning_gym import ReasoningGym
+    from rlightning.environments.self_judged import SelfJudged
+    from rlightning.environments.verifiers import Verifiers
     from rlightning.environments.worker_environment import WorkerEnvironment
 
 __all__ = [
@@ -33,22 +37,35 @@ __all__ = [
     "Environment",
     "LimitReachedError",
     "Message",
+    "OpenEnv",
     "Places",
     "Policy",
     "PolicyGroup",
+    "ReasoningGym",
     "Reply",
     "SelfCorrection",
+    "SelfJudged",
     "SingleTurn",
     "StepEnvironment",
     "ToolCall",
     "Tools",
+    "Verifiers",
     "WorkerEnvironment",
 ]
 
 
+_MODULES = {
+    "AgentProgram": "agent_program",
+    "OpenEnv": "openenv",
+    "ReasoningGym": "reasoning_gym",
+    "SelfJudged": "self_judged",
+    "Verifiers": "verifiers",
+    "WorkerEnvironment": "worker_environment",
+}
+
+
 def __getattr__(name: str) -> object:
-    """Import a name of this package that only the trainer's process uses, when it is first accessed."""
-    modules = {"AgentProgram": "agent_program", "WorkerEnvironment": "worker_environment"}
-    if name not in modules:
+    """Import a class of a module that not every user of this package needs, when it is first accessed."""
+    if name not in _MODULES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(import_module(f"{__name__}.{modules[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -130,7 +130,10 @@ class AgentProgram(Environment):
         recorder = session.policy.recorder
         if outcome.status not in UNFINISHED and not recorder.branches:
             raise ValueError("the agent ended without a turn of the policy's")
-        counts = recorder.metrics() | {"abandoned_requests": float(session.num_abandoned)}
+        counts = recorder.metrics() | {
+            "abandoned_requests": float(session.num_abandoned),
+            "refused_requests": float(session.num_refused),
+        }
         outcome.metrics = counts | outcome.metrics
         return outcome
 

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
-from rlightning.data.chats import CONTINUES, clean_messages
+from rlightning.data.chats import CONTINUES, check_roles, clean_messages
 from rlightning.data.formatting import USUAL, PromptFormat, prompt_messages
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.partial_message import PartialMessage, TokenText
@@ -331,6 +331,15 @@ class ChatFormat:
         return {**message, "content": message["content"] or content, "tool_calls": calls}
 
     def _apply(self, messages: list[Message], tools: Sequence[Message] | None, add_generation_prompt: bool) -> str:
+        def render(chat: list[Message]) -> str:
+            return self._apply_template(chat, tools, add_generation_prompt)
+
+        check_roles(messages, render, "The conversation")
+        return render(messages)
+
+    def _apply_template(
+        self, messages: list[Message], tools: Sequence[Message] | None, add_generation_prompt: bool
+    ) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,

@@ -425,6 +425,18 @@ def test_refused_conversations_are_one_line() -> None:
         get_format("gemma3").render([USER, USER])
 
 
+def test_messages_that_the_template_leaves_out_are_refused() -> None:
+    chat_format, silent = get_format("qwen3"), {"role": "environment", "content": "4"}
+    line = r"^The conversation: the chat template leaves out messages of the role 'environment'\. Use one of system, "
+    with pytest.raises(ConfigError, match=line):
+        chat_format.render([USER, silent])
+    with pytest.raises(ConfigError, match=line):
+        chat_format.render_observations([silent], sampled=[], ended=False)
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert ChatFormat(tokenizer).render_text([silent]) == "environment: 4\n"
+
+
 def test_prompt_is_read_from_its_row() -> None:
     rows: dict[str, Any] = {"question": "2+2", "chat": [USER]}
     tokenizer = get_tokenizer("qwen3")

@@ -22,7 +22,7 @@ from rlightning.environments.endpoint.streaming import Emit, Event, Reply
 from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.errors import ConfigError, check_rules
-from rlightning.foreign_text import describe_error
+from rlightning.foreign_text import cut_line, describe_error
 from rlightning.python_values import JsonObject
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._shared_keys: dict[str, SharedKey] = {}
         self._serving: tuple[Any, asyncio.Task[None]] | None = None
+        self._has_refused = False
         self.url = ""
 
     async def start(self) -> None:
@@ -193,10 +194,11 @@ class Endpoint:
         request = Request(scope, receive)
         is_reading = request.method in ("GET", "HEAD") and request.path == MODELS
         route = ROUTES.get(request.path) if request.method == "POST" else None
+        session = None
         try:
             if route is None and not is_reading:
                 place = f"{request.method} {request.path}"
-                raise APIError(f"There is no {place}; there are {', '.join(ROUTES)}.", 404)
+                raise APIError(f"There is no {place}; there are {', '.join((*ROUTES, MODELS))}.", 404)
             session = await self._authenticate(request.headers, is_reading=is_reading)
             if route is None:
                 await send_json(send, openai_api.list_models(session))
@@ -204,12 +206,25 @@ class Endpoint:
                 body = await request.read_json(self.max_request_bytes)
                 await self._run(route, session, body, request, send)
         except APIError as error:
+            if session is not None and error.status < 500:
+                self._count_refusal(session, error)
             _, shape = _error_event(error, request.path)
             # The SDKs repeat requests after a server error, but here the error has ended the trajectory.
             is_over = error.status >= 500
             await send_json(send, shape, error.status, {b"x-should-retry": b"false"} if is_over else None)
         except ClientGoneError:
             return  # it gets no response
+
+    def _count_refusal(self, session: Session, error: APIError) -> None:
+        """Count a refused request. The first one is logged: agents may swallow the error."""
+        session.num_refused += 1
+        if not self._has_refused:
+            self._has_refused = True
+            log.warning(
+                "A request of an agent was refused: %s Metric environment/refused_requests counts them; only the "
+                "first one is logged.",
+                cut_line(error.message),
+            )
 
     async def _authenticate(self, headers: Mapping[str, str], *, is_reading: bool) -> Session:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
@@ -306,7 +321,7 @@ async def send_events(send: Send, work: RouteWork, first: Event, path: str) -> N
 
 
 def _error_event(error: APIError, path: str) -> Event:
-    return ("error", error.to_anthropic()) if path == ANTHROPIC else (None, error.to_openai())
+    return ("error", error.to_anthropic()) if path.startswith(ANTHROPIC) else (None, error.to_openai())
 
 
 async def _call(route: Route, session: Session, body: JsonObject, emit: Emit) -> Reply:

@@ -43,6 +43,7 @@ class Session:
         responses: the messages up to and including each response of ``/v1/responses``, by the response's id.
         failure: error after which no request can be answered.
         num_abandoned: number of requests whose client disconnected before the response.
+        num_refused: number of requests that were refused as invalid or unsupported.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Session:
         self.model = name_model(policy)
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.requests: set[asyncio.Task[Reply]] = set()
-        self.num_abandoned = 0
+        self.num_abandoned = self.num_refused = 0
         self.responses: dict[str, list[Message]] = {}
         self._keeps_reasoning, self._allowed = keeps_reasoning, allowed
         self._histories = Histories()
@@ -133,7 +134,7 @@ class Session:
 
     def _tokenize(self, text: str) -> list[int]:
         tokenizer = self.policy.chat_format.tokenizer
-        seen = [one for one in self._texts if text.startswith(one[0])]
+        seen = [one for one in self._texts if one[1].message.content and text.startswith(one[0])]
         if not seen:
             token_ids: list[int] = tokenizer(text).input_ids
             return token_ids
