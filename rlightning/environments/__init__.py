@@ -4,6 +4,7 @@ Workers import ``worker`` and their environment in other interpreters, which nee
 of the environment, such as openai or websockets.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rlightning.environments.environment import (
@@ -23,6 +24,10 @@ from rlightning.environments.tools import Tools
 
 if TYPE_CHECKING:
     from rlightning.environments.agent_program import AgentProgram
+    from rlightning.environments.openenv import OpenEnv
+    from rlightning.environments.reasoning_gym import ReasoningGym
+    from rlightning.environments.self_judged import SelfJudged
+    from rlightning.environments.verifiers import Verifiers
     from rlightning.environments.worker_environment import WorkerEnvironment
 
 __all__ = [
@@ -32,27 +37,35 @@ __all__ = [
     "Environment",
     "LimitReachedError",
     "Message",
+    "OpenEnv",
     "Places",
     "Policy",
     "PolicyGroup",
+    "ReasoningGym",
     "Reply",
     "SelfCorrection",
+    "SelfJudged",
     "SingleTurn",
     "StepEnvironment",
     "ToolCall",
     "Tools",
+    "Verifiers",
     "WorkerEnvironment",
 ]
 
 
+_MODULES = {
+    "AgentProgram": "agent_program",
+    "OpenEnv": "openenv",
+    "ReasoningGym": "reasoning_gym",
+    "SelfJudged": "self_judged",
+    "Verifiers": "verifiers",
+    "WorkerEnvironment": "worker_environment",
+}
+
+
 def __getattr__(name: str) -> object:
-    """Import a name of this package that only the trainer's process uses, when it is first accessed."""
-    if name == "AgentProgram":
-        from rlightning.environments.agent_program import AgentProgram
-
-        return AgentProgram
-    if name == "WorkerEnvironment":
-        from rlightning.environments.worker_environment import WorkerEnvironment
-
-        return WorkerEnvironment
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    """Import a class of a module that not every user of this package needs, when it is first accessed."""
+    if name not in _MODULES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

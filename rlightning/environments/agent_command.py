@@ -151,9 +151,8 @@ async def run_process(
         await asyncio.shield(asyncio.to_thread(end_group, process.pid))
         code = process.wait()
         writer.cancel()
-        await asyncio.wait(
-            readers, timeout=intervals.CANCEL_GRACE
-        )  # a daemon of the program may hold the pipes open for longer
+        # A daemon of the program may hold the pipes open for longer.
+        await asyncio.wait(readers, timeout=intervals.CANCEL_GRACE)
         for reader in readers:
             reader.cancel()
     return code, output.decode(errors="replace"), errors.decode(errors="replace")

@@ -20,8 +20,6 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 UNFINISHED = ("timeout", "failed", "aborted")
 """Statuses of trajectories that may have no turns."""
-
-
 MIN_CONNECTIONS = 4096
 """Least default of the endpoint's maximum number of concurrent connections."""
 
@@ -132,7 +130,10 @@ class AgentProgram(Environment):
         recorder = session.policy.recorder
         if outcome.status not in UNFINISHED and not recorder.branches:
             raise ValueError("the agent ended without a turn of the policy's")
-        counts = recorder.metrics() | {"abandoned_requests": float(session.num_abandoned)}
+        counts = recorder.metrics() | {
+            "abandoned_requests": float(session.num_abandoned),
+            "refused_requests": float(session.num_refused),
+        }
         outcome.metrics = counts | outcome.metrics
         return outcome
 

@@ -7,13 +7,13 @@ after them are rendered, in the template's format for that position.
 import json
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
-from rlightning.data.chats import CONTINUES, clean_messages
+from rlightning.data.chats import CONTINUES, check_roles, clean_messages
 from rlightning.data.formatting import USUAL, PromptFormat, prompt_messages
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.partial_message import PartialMessage, TokenText
@@ -44,6 +44,8 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Field names of the reasoning in messages."""
 _KEEPS_REASONING = {"clear_thinking": False, "preserve_thinking": True}
 """Arguments by which the templates of GLM and of Qwen3.6 keep the reasoning of earlier turns."""
+MAX_BEGINNINGS = 256
+"""Number of conversations whose tokens are cached: a group's trajectories have the same beginning at about one time."""
 INSTALL = "pip install --no-deps renderers prime-pydantic-config"
 """Command that installs renderers; its dependency openai-harmony would overwrite files of vLLM's oss-harmony."""
 _TOOL = {
@@ -64,10 +66,6 @@ class ChatFormat:
         template_arguments: arguments of the chat template, such as ``{"enable_thinking": False}``; None for those of
             the prompts.
         prompt_format: converts rows to prompts.
-
-    Attributes:
-        beginnings: cache of the tokens of trajectories' first conversations, by the conversation's JSON, the latest
-            last.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class ChatFormat:
         prompt_format: PromptFormat = USUAL,
     ) -> None:
         self.tokenizer, self._prompt_format = tokenizer, prompt_format
-        self.beginnings: dict[str, array[int]] = {}
         chosen = prompt_format.chat_template_arguments if template_arguments is None else template_arguments
         self._arguments = {name: value for name, value in chosen.items() if name != CONTINUES}
 
@@ -102,20 +99,23 @@ class ChatFormat:
         """Return the text of tokens, with special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Return the tokens of a conversation, with the beginning of the policy's turn if ``add_generation_prompt``.
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[int]:
+        """Return the tokens of a conversation, with the beginning of the policy's turn.
 
         Raises a ConfigError if the template refuses the conversation, or it has contents other than text.
         """
-        text = self.render_text(messages, tools, add_generation_prompt)
+        text = self.render_text(messages, tools)
         return self._encode(text, add_special_tokens=not self.has_template)
+
+    @cached_property
+    def render_json(self) -> "Callable[[str], array[int]]":
+        """:meth:`render` of a conversation and its tools as JSON, with a cache that a group's trajectories share."""
+        return lru_cache(MAX_BEGINNINGS)(lambda conversation: array("q", self.render(*json.loads(conversation))))
 
     def render_text(
         self, messages: Sequence[Message], tools: Sequence[Message] | None = None, add_generation_prompt: bool = True
     ) -> str:
-        """Return the text of a conversation; see :meth:`render`."""
+        """Return the text of a conversation, with the beginning of the policy's turn if ``add_generation_prompt``."""
         cleaned = self._clean(messages)
         if not self.has_template:
             if tools:
@@ -150,7 +150,7 @@ class ChatFormat:
         token_ids: Sequence[int],
         tools: Sequence[Message] | None = None,
         *,
-        prompt_ids: Sequence[int] | None = None,
+        prompt_ids: Sequence[int],
         turn: int = 0,
     ) -> AssistantMessage:
         """Parse the sampled tokens of one turn to a message: content, reasoning and tool calls.
@@ -158,7 +158,7 @@ class ChatFormat:
         Args:
             token_ids: the sampled tokens.
             tools: schemas of the conversation's tools, which say which arguments are texts if the format does not.
-            prompt_ids: tokens before the turn; None if they end with the template's usual beginning of a turn.
+            prompt_ids: tokens before the turn, which may end inside the reasoning.
             turn: number of the turn in the trajectory; part of the ids of its calls.
         """
         # Mistral's ids must have this length.
@@ -331,6 +331,15 @@ class ChatFormat:
         return {**message, "content": message["content"] or content, "tool_calls": calls}
 
     def _apply(self, messages: list[Message], tools: Sequence[Message] | None, add_generation_prompt: bool) -> str:
+        def render(chat: list[Message]) -> str:
+            return self._apply_template(chat, tools, add_generation_prompt)
+
+        check_roles(messages, render, "The conversation")
+        return render(messages)
+
+    def _apply_template(
+        self, messages: list[Message], tools: Sequence[Message] | None, add_generation_prompt: bool
+    ) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
@@ -390,16 +399,8 @@ class ChatFormat:
         found = self._special_text.search(text)
         return 0 if found is None else found.end()
 
-    def _is_in_thought(self, prompt_ids: Sequence[int] | None) -> bool:
-        if prompt_ids is None:
-            return self._opens_thought
+    def _is_in_thought(self, prompt_ids: Sequence[int]) -> bool:
         return self.decode(prompt_ids[-16:]).rstrip().endswith(OPEN_THOUGHT)
-
-    @cached_property
-    def _opens_thought(self) -> bool:
-        if not self.has_template:
-            return False
-        return self._apply([{"role": "user", "content": "hi"}], None, True).rstrip().endswith(OPEN_THOUGHT)
 
 
 def find_rewrites(chat_format: ChatFormat) -> str | None:

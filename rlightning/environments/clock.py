@@ -1,7 +1,10 @@
-"""Deadlines of a trajectory, which are paused while the trajectory waits for a resource, such as a free worker."""
+"""The time of a trajectory: its deadlines, and how long it waits for the engine and for its environment.
+
+All of it is paused while the trajectory waits for a resource, such as a free worker.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from time import monotonic
 
@@ -9,14 +12,18 @@ from rlightning.types.trajectory import Outcome
 
 
 class Clock:
-    """Time limits within one trajectory, which can be paused together, such as while it waits for a worker.
+    """Time limits within one trajectory, and the seconds for which it and its requests have run; pauses do not count.
 
-    ``stopped_seconds`` is the total time of the pauses. Methods belong to one event loop.
+    ``before`` are the timings of the trajectory before a resume. Methods belong to one event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Mapping[str, float] | None = None) -> None:
+        before = before or {}
         self._deadlines: set[asyncio.Timeout] = set()
-        self.stopped_seconds = 0.0
+        self._stopped_seconds = 0.0
+        self._seconds, self._engine_seconds = before.get("trajectory"), before.get("engine", 0.0)
+        self._began_at: float | None = None
+        self._num_requests, self._requested_at = 0, 0.0
 
     @asynccontextmanager
     async def limit(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
@@ -52,6 +59,43 @@ class Clock:
             yield
         finally:
             seconds = monotonic() - stopped_at
-            self.stopped_seconds += seconds
+            self._stopped_seconds += seconds
             for deadline in held.keys() & self._deadlines:
                 deadline.reschedule(held[deadline] + seconds)
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """The trajectory's seconds by name: "trajectory" (all), "engine" (while a request runs) and "environment" (the
+        rest); empty if it was not timed.
+        """
+        if self._seconds is None and self._began_at is None:
+            return {}
+        seconds = self._count_seconds() - self._stopped_seconds
+        engine = min(self._engine_seconds, seconds)
+        return {"trajectory": seconds, "engine": engine, "environment": seconds - engine}
+
+    def _count_seconds(self) -> float:
+        began_at = self._began_at
+        return (self._seconds or 0.0) + (0.0 if began_at is None else monotonic() - began_at)
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Context manager that adds the time spent in it to the trajectory's seconds."""
+        self._began_at = monotonic()
+        try:
+            yield
+        finally:
+            self._seconds, self._began_at = self._count_seconds(), None
+
+    @contextmanager
+    def requesting(self) -> Iterator[None]:
+        """Context manager that counts its seconds as those of a request; concurrent requests count once."""
+        if not self._num_requests:
+            self._requested_at = monotonic()
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+            if not self._num_requests:
+                self._engine_seconds += monotonic() - self._requested_at

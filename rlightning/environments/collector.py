@@ -9,7 +9,7 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol, TypeVar
@@ -180,7 +180,6 @@ class Collector:
         try:
             self._wait(is_done, send_finished, lambda: any(finished.values()))
         except BaseException:
-            self._cancel_verification()
             if self._runner is not None:
                 self._runner.cancel(running)
             raise
@@ -230,11 +229,9 @@ class Collector:
         try:
             self._wait(is_done)
         except Exception:
-            self._cancel_verification()
             self._requeue_all()
             raise
         except BaseException:  # a signal: the run may be resumed
-            self._cancel_verification()
             self._suspend()
             raise
         groups: dict[int, list[list[Trajectory]]] = {}
@@ -252,7 +249,8 @@ class Collector:
         self._finish_groups()
         for group in self._running.values():
             group.saved = None  # a checkpoint has it, and the next one saves it again
-        self._cancel([*flight.requeue_changed(settings), *flight.requeue_stale(version)])
+        requeued = {*flight.requeue_changed(settings), *flight.requeue_stale(version)}
+        self._cancel([future for future, group in self._running.items() if group in requeued])
         flight.add(added)
         running = set(self._running.values())
         resumed = [group for group in flight.running if group not in running]
@@ -278,8 +276,7 @@ class Collector:
             try:
                 self.save_progress()
             finally:
-                running, self._running = self._running, {}
-                self._runner.cancel(running)
+                self._cancel(list(self._running))
                 self._runner.close()
 
     def environment_metrics(self) -> dict[str, float]:
@@ -313,11 +310,6 @@ class Collector:
         self.environments.gap = self.environments.gap.merge(verification.result())
         return True
 
-    def _cancel_verification(self) -> None:
-        if self._verification is not None:
-            self._verification.cancel()
-            self._verification = None
-
     def _submit(
         self,
         prompt: Prompt,
@@ -346,30 +338,26 @@ class Collector:
 
     def _requeue_all(self) -> int:
         """Requeue all started groups, and return their number."""
-        if self._runner is None:
-            return 0
         num_groups, _ = self.in_flight.requeue_all()
-        self._runner.cancel(self._running)
-        self._running = {}
+        self._cancel(list(self._running))
         return num_groups
 
     def _suspend(self) -> None:
         """Save and cancel the running groups; a later call resumes those whose environments support it."""
-        if self._runner is not None:
-            self.save_progress()
-            self._runner.cancel(self._running)
-            self._running = {}
-            self.in_flight.suspend()
+        self.save_progress()
+        self._cancel(list(self._running))
+        self.in_flight.suspend()
 
     def _finish_groups(self) -> None:
         for group, trajectories in _pop_done(self._running):
             self.in_flight.finish(group, trajectories)
 
-    def _cancel(self, groups: Sequence[Group]) -> None:
-        assert self._runner is not None
-        cancelled = set(groups)
-        self._runner.cancel([future for future, group in self._running.items() if group in cancelled])
-        self._running = {future: group for future, group in self._running.items() if group not in cancelled}
+    def _cancel(self, futures: Collection[Future[list[Trajectory]]]) -> None:
+        """Cancel running groups, and forget them."""
+        for future in futures:
+            del self._running[future]
+        if self._runner is not None:
+            self._runner.cancel(futures)
 
     def _wait(
         self,
@@ -379,19 +367,26 @@ class Collector:
     ) -> None:
         """Wait until ``is_done`` is true on rank 0; meanwhile all ranks execute rank 0's instructions.
 
+        An error cancels a running verification.
+
         Args:
             is_done: whether rank 0 has all groups.
             deliver: sends finished groups to their ranks; a collective.
             has_deliveries: whether rank 0 has finished groups to send.
         """
-        while True:
-            instruction = gather_objects(self._next(is_done, has_deliveries), name="trajectories")[COLLECTOR_RANK]
-            if instruction == "done":
-                return
-            if instruction == "sync weights":
-                self.weights.sync_weights()
-            if instruction == "deliver":
-                deliver()
+        try:
+            while True:
+                instruction = gather_objects(self._next(is_done, has_deliveries), name="trajectories")[COLLECTOR_RANK]
+                if instruction == "done":
+                    return
+                if instruction == "sync weights":
+                    self.weights.sync_weights()
+                if instruction == "deliver":
+                    deliver()
+        finally:
+            if self._verification is not None:
+                self._verification.cancel()
+                self._verification = None
 
     def _next(self, is_done: Callable[[], bool], has_deliveries: Callable[[], bool]) -> Instruction:
         if self._runner is None:

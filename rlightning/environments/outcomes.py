@@ -27,19 +27,17 @@ def check_outcome(outcome: object, place: str = "run()") -> Outcome:
         raise ValueError(f"{place} returned the status {cut_value(outcome.status)}, and there are: {statuses}.")
     if not isinstance(outcome.metrics, Mapping):
         raise TypeError(f"{place} returned the metrics {cut_value(outcome.metrics)}, and has to return a dict.")
-    reward, turn_rewards = outcome.reward, outcome.turn_rewards
-    if turn_rewards is not None and not isinstance(turn_rewards, list | tuple):
-        raise TypeError(f"{place} returned the turn_rewards {cut_value(turn_rewards)}, and has to return a list.")
-    if outcome.traces is not None and not isinstance(outcome.traces, list | tuple):
-        raise TypeError(f"{place} returned the traces {cut_value(outcome.traces)}, and has to return a list.")
+    for name in ("turn_rewards", "traces"):
+        value = getattr(outcome, name)
+        if value is not None and not isinstance(value, list | tuple):
+            raise TypeError(f"{place} returned the {name} {cut_value(value)}, and has to return a list.")
+    reward, turn_rewards, traces = outcome.reward, outcome.turn_rewards, outcome.traces
     return replace(
         outcome,
-        reward=None if reward is None else _read_reward(reward, "reward", place),
-        turn_rewards=None
-        if turn_rewards is None
-        else [_read_reward(one, "turn reward", place) for one in turn_rewards],
+        reward=reward if reward is None else _read_reward(reward, "reward", place),
+        turn_rewards=turn_rewards and [_read_reward(one, "turn reward", place) for one in turn_rewards],
         metrics={str(name): _read_number(value, f"metric '{name}'", place) for name, value in outcome.metrics.items()},
-        traces=None if outcome.traces is None else [_read_trace(one, place) for one in outcome.traces],
+        traces=traces and [_read_trace(one, place) for one in traces],
     )
 
 

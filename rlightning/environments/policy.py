@@ -10,6 +10,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.clock import Clock
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 
 CONSTRAINED = "constrained_turns"
 """Metric: the number of a trajectory's constrained turns; only of trajectories with such turns."""
+SETTINGS = ("tools", "attempt", "temperature", "num_requested", "num_constrained", "has_reached_limit")
+"""Attributes of :class:`RecordedPolicy` that a checkpoint saves."""
 PART_BITS = 32
 """Bits for the turn's number in the number of its random stream; the higher bits number the parts of a trajectory."""
 
@@ -62,10 +65,12 @@ class RecordedPolicy:
         number: index of the trajectory in its group.
         max_length: maximum tokens of a sequence.
         attempt: number of the attempt at the trajectory, from 0; each attempt samples with another seed.
-        clock: the trajectory's deadlines; None for new ones.
+        clock: the trajectory's time and deadlines; None for a new one.
 
     Attributes:
-        attempt: number of the attempt, which a checkpoint saves.
+        tools: schemas that were given with the first turn; None without any.
+        attempt: number of the attempt.
+        sampling: the sampling parameters of the trajectory's turns.
         temperature: temperature of all of the trajectory's turns; None for the prompt's, or else the run's.
         has_reached_limit: whether the last request exceeded the maximum length of a sequence.
         failure: the sampler's first error, which makes the trajectory fail.
@@ -88,6 +93,7 @@ class RecordedPolicy:
         clock: Clock | None = None,
     ) -> None:
         self.chat_format, self.max_length, self.recorder = chat_format, max_length, Recorder(chat_format.decode)
+        self.sampling = request.sampling
         self.temperature: float | None = None
         self.has_reached_limit = False
         self.num_constrained, self.has_snapshots = 0, False
@@ -100,13 +106,8 @@ class RecordedPolicy:
         self._kept: tuple[Mark, JsonObject, object] | None = None
         self._resumable: SavedTrajectory | None = None
         self._num_parts = self._num_asked = 0
-        self._tools: list[Message] | None = None
+        self.tools: list[Message] | None = None
         self.num_requested = 0
-
-    @property
-    def sampling(self) -> Sampling:
-        """The sampling parameters of this trajectory's turns."""
-        return self._request.sampling
 
     @property
     def stream(self) -> int:
@@ -136,7 +137,7 @@ class RecordedPolicy:
         ``recorder.extend`` appends that part to this trajectory.
         """
         part = RecordedPolicy(
-            self._sampler, self.chat_format, self._request, self._number, self.max_length, self.attempt
+            self._sampler, self.chat_format, self._request, self._number, self.max_length, self.attempt, self.clock
         )
         part.temperature, part.on_turn = self.temperature, lambda: self.on_turn()
         part.num_requested = self._num_parts << PART_BITS  # samples from its own random streams
@@ -147,7 +148,7 @@ class RecordedPolicy:
         """Sample the policy's next turn in the chat (:meth:`Policy.chat`)."""
         recorder = self.recorder
         if recorder.branches:
-            if tools is not None and list(tools) != (self._tools or []):
+            if tools is not None and list(tools) != (self.tools or []):
                 raise ValueError("Tools are given with the first turn, and stay the same in later ones.")
             last = recorder.samples[-1]
             ended = last.finish_reason == "stop"
@@ -156,20 +157,20 @@ class RecordedPolicy:
         elif observations or tools:
             if tools:
                 self.chat_format.check_tools()
-            self._tools = list(tools) if tools else None
+            self.tools = list(tools) if tools else None
             messages = observations or self.chat_format.prompt_messages(self._request.prompt)
-            history = self.chat_format.render(messages, self._tools)
+            history = self.chat_format.render(messages, self.tools)
         else:
             history = self._request.prompt.token_ids
         number = len(recorder.turns) + len(observations)
 
         def read(sample: Sample) -> AssistantMessage:
-            if not self._tools:
+            if not self.tools:
                 return AssistantMessage(sample.text)
-            return self.chat_format.parse(sample.token_ids, self._tools, prompt_ids=history, turn=number)
+            return self.chat_format.parse(sample.token_ids, self.tools, prompt_ids=history, turn=number)
 
         (turn,) = await self.sample_turns(history, self.sampling, observations=observations, read=read)
-        return Reply(turn.sample, turn.message) if self._tools else Reply(turn.sample)
+        return Reply(turn.sample, turn.message) if self.tools else Reply(turn.sample)
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """Sample the policy's next turn from a token sequence (:meth:`Policy.sample`)."""
@@ -186,7 +187,8 @@ class RecordedPolicy:
         self._num_asked += 1
         sampling = Sampling(temperature=temperature, max_new_tokens=room, seed=seed)
         try:
-            (sample,) = await self._sampler.sample(history, sampling, num_samples=1, session=None)
+            with self.clock.requesting():
+                (sample,) = await self._sampler.sample(history, sampling, num_samples=1, session=None)
         except Exception as error:
             self.failure = self.failure or error
             raise
@@ -219,9 +221,8 @@ class RecordedPolicy:
         made = from_plain(saved["trajectory"], self._request.prompt)
         self.recorder.load(made.branches, made.turns)
         settings = saved["settings"]
-        self._tools, self.attempt, self.temperature = settings["tools"], settings["attempt"], settings["temperature"]
-        self.num_requested, self.num_constrained = settings["num_requested"], settings["num_constrained"]
-        self.has_reached_limit = settings["has_reached_limit"]
+        for name in SETTINGS:
+            setattr(self, name, settings[name])
         self.progress = settings["progress"] and outcome_from_plain(settings["progress"])
 
     def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
@@ -239,15 +240,8 @@ class RecordedPolicy:
         return {"trajectory": trajectory, "settings": settings, "state": state, "outcome": ended}
 
     def _settings(self) -> JsonObject:
-        return {
-            "tools": self._tools,
-            "attempt": self.attempt,
-            "temperature": self.temperature,
-            "num_requested": self.num_requested,
-            "num_constrained": self.num_constrained,
-            "has_reached_limit": self.has_reached_limit,
-            "progress": None if self.progress is None else outcome_to_plain(self.progress),
-        }
+        progress = None if self.progress is None else outcome_to_plain(self.progress)
+        return {**{name: getattr(self, name) for name in SETTINGS}, "progress": progress}
 
     async def sample_turns(
         self,
@@ -288,11 +282,13 @@ class RecordedPolicy:
         self.num_requested += num_samples
         self._resumable = None  # the environment has started from scratch
         reservation = self.recorder.reserve(token_ids, reason)
+        given: dict[str, Any] = {"num_samples": num_samples, "session": self._session}
+        if on_tokens is not None:  # a sampler that never streams need not take it
+            given["on_tokens"] = on_tokens
         try:
             try:
-                samples = await self._sampler.sample(
-                    token_ids, sampling, num_samples=num_samples, session=self._session, on_tokens=on_tokens
-                )
+                with self.clock.requesting():
+                    samples = await self._sampler.sample(token_ids, sampling, **given)
             except Exception as error:
                 # A rejected schema is the client's error: the trajectory continues.
                 is_refusal = isinstance(error, RequestRefusedError) and not isinstance(error, StreamLostError)
@@ -307,10 +303,6 @@ class RecordedPolicy:
         self.num_constrained += num_samples if sampling.json_schema is not None else 0
         self.on_turn()
         return self.recorder.record(reservation, samples, observations, messages)
-
-    def record(self, token_ids: Sequence[int], sample: Sample) -> None:
-        """Record a turn that was sampled after ``token_ids``."""
-        self.recorder.record(self.recorder.reserve(token_ids), [sample])
 
     def finish(self, outcome: Outcome, seconds: float) -> Trajectory:
         """Return the recorded trajectory with its outcome. Status "finished" becomes "truncated" if a limit on tokens

@@ -5,25 +5,12 @@ from __future__ import annotations
 import asyncio
 from functools import cached_property
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from rlightning.environments.environment import Environment, Policy
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
-from rlightning.python_values import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt
-
-
-class Questions(Protocol):
-    """A data set of the package reasoning-gym, which has no type hints: a sequence of questions that scores answers."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> JsonObject: ...
-
-    def score_answer(self, answer: str, entry: JsonObject) -> float:
-        """Return the score of an answer to a question."""
-
 
 INSTRUCTIONS = "Write the final answer between <answer> and </answer>."
 
@@ -64,17 +51,17 @@ class ReasoningGym(Environment):
         return package
 
     @cached_property
-    def _questions(self) -> Questions:
+    def _questions(self) -> Any:
+        """The task's data set, a sequence of questions that scores answers; the package has no type hints."""
         known = self._package.factory.DATASETS
         if self.dataset not in known:
             raise ConfigError(
                 f"dataset={self.dataset} is no task of reasoning-gym. {did_you_mean(self.dataset, known)}"
             )
         try:
-            questions: Questions = self._package.create_dataset(self.dataset, **self.arguments)
+            return self._package.create_dataset(self.dataset, **self.arguments)
         except (AssertionError, TypeError, ValueError) as error:
             raise ConfigError(f"dataset={self.dataset} refuses its arguments: {cut_line(error)}.") from error
-        return questions
 
     async def check(self) -> None:
         """Raise a ConfigError if the package or the task is missing, or the task rejects its arguments."""

@@ -11,11 +11,11 @@ from time import monotonic
 
 from rlightning import intervals
 from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.clock import Clock
 from rlightning.environments.environment import LimitReachedError, Policy, TrajectoryLostError
 from rlightning.environments.outcomes import check_outcome, outcome_from_plain
 from rlightning.environments.policy import GroupRequest, RecordedPolicy, failed_outcome
 from rlightning.environments.snapshots import SavedTrajectory
-from rlightning.environments.timing import TimedSampler
 from rlightning.errors import RequestRefusedError, RunError
 from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.rollout import TokenSampler
@@ -54,7 +54,7 @@ class RecordedGroup:
         self._turn_timeout = turn_timeout
         self._max_length, self._timeout, self._max_requeues = max_length, timeout, max_requeues
         saved = request.saved or [None] * request.num_trajectories
-        self._samplers = [TimedSampler(sampler, None if one is None else one["timings"]) for one in saved]
+        self._clocks = [Clock(None if one is None else one["timings"]) for one in saved]
         self._policies = [self._make_policy(number) for number in range(request.num_trajectories)]
         self._ended: dict[int, Outcome] = {}
         self._known: dict[int, Outcome] = {}
@@ -69,10 +69,8 @@ class RecordedGroup:
         self.started_at: dict[int, float] = {}
 
     def _make_policy(self, number: int, attempt: int = 0) -> RecordedPolicy:
-        sampler = self._samplers[number]
-        return RecordedPolicy(
-            sampler, self._chat_format, self._request, number, self._max_length, attempt, sampler.clock
-        )
+        clock = self._clocks[number]
+        return RecordedPolicy(self._sampler, self._chat_format, self._request, number, self._max_length, attempt, clock)
 
     def _load(self, number: int, saved: SavedTrajectory) -> None:
         if saved["outcome"] is None:
@@ -91,10 +89,10 @@ class RecordedGroup:
             data does not say to which call it belongs.
         """
         found: list[SavedTrajectory | None] = []
-        for number, sampler in enumerate(self._samplers):
+        for number, clock in enumerate(self._clocks):
             outcome = self._ended.get(number)
             saved = self._policies[number].save(outcome)
-            found.append(saved and {**saved, "timings": sampler.timings})
+            found.append(saved and {**saved, "timings": clock.timings})
         return found if self._num_parts < 2 else [None] * len(found)
 
     @property
@@ -107,13 +105,13 @@ class RecordedGroup:
         """Sample one turn for each trajectory in a single request (:meth:`PolicyGroup.sample_all`)."""
         self._num_parts += 1
         if self._num_parts == 1:  # the loaded state is another environment's
-            self._samplers = [TimedSampler(self._sampler, None) for _ in self._samplers]
+            self._clocks = [Clock() for _ in self._clocks]
             self._policies = [self._make_policy(number) for number in range(len(self._policies))]
         self._known, self._ended = {}, {}
         token_ids, sampling = self._request.prompt.token_ids, self._request.sampling
         samples = await self._sampler.sample(token_ids, sampling, num_samples=len(self._policies), session=None)
         for policy, sample in zip(self._policies, samples, strict=True):
-            policy.record(token_ids, sample)
+            policy.recorder.record(policy.recorder.reserve(token_ids), [sample])
         return [Outcome() for _ in samples]
 
     async def run_each(
@@ -132,7 +130,7 @@ class RecordedGroup:
             async with places or nullcontext():
                 self.started_at[number] = monotonic()
                 try:
-                    with self._samplers[number].timing():
+                    with self._clocks[number].timing():
                         outcome = await self._run_again(run, number)
                         self._ended[number] = deepcopy(outcome)  # run_group may change its copy
                         return outcome
@@ -200,9 +198,9 @@ class RecordedGroup:
         if self.first_failure is None and (error := next(errors, None)) is not None:
             self.first_failure = error.strip().rpartition("\n")[2], error
         trajectories = []
-        for policy, sampler, outcome in zip(self._policies, self._samplers, outcomes, strict=True):
+        for policy, clock, outcome in zip(self._policies, self._clocks, outcomes, strict=True):
             trajectory = policy.finish(outcome, seconds)
-            trajectory.timings |= sampler.timings
+            trajectory.timings |= clock.timings
             trajectories.append(trajectory)
         return trajectories
 

@@ -12,15 +12,16 @@ from rlightning.environments.single_turn import SingleTurn
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut
 from rlightning.rewards.judge import SCORE, Judge, JudgeError, read_answer_text
-from rlightning.types.trajectory import Outcome, Prompt
+from rlightning.types.trajectory import Outcome, Prompt, read_traces
 
 
 class SelfJudged(Environment):
     """Runs another environment, and has the policy itself score each trajectory by a rubric, in a separate conversation
     that is not trained on.
 
-    The reward is the environment's, if it gives one, plus the weighted score. A trajectory counts as not sampled if it
-    cannot be judged: the judge's answer does not fit, is cut off, or has no score.
+    The reward is the environment's, if it gives one, plus the weighted score; with several agents, the reward of each.
+    A trajectory counts as not sampled if it cannot be judged: the judge's answer does not fit, is cut off, or has no
+    score.
 
     Args:
         rubric: as in :class:`~rlightning.rewards.judge.Judge`, which describes this and the next five arguments. Names
@@ -93,8 +94,14 @@ class SelfJudged(Environment):
             score = self.judge.read(read_answer_text(reply.message.content, reply.finish_reason))
         except (JudgeError, AskLimitError) as error:
             return replace(outcome, status="failed", reward=None, error=f"It could not be judged: {error}")
-        reward = (total_reward(outcome) or 0.0) + self.weight * score
-        return replace(outcome, reward=reward, metrics={**outcome.metrics, "judge_score": score})
+        added = self.weight * score
+        traces = read_traces(outcome.traces)
+        return replace(
+            outcome,
+            reward=(total_reward(outcome) or 0.0) + added,
+            traces=traces and [trace._replace(reward=trace.reward + added) for trace in traces],
+            metrics={**outcome.metrics, "judge_score": score},
+        )
 
 
 class _JudgedGroup:

@@ -168,6 +168,7 @@ def read_step(returned: object) -> Step:
             "(observation, reward, terminated, truncated, info)."
         )
     observation, reward, is_done, *is_truncated, info = returned
+    reward = reward.item() if hasattr(reward, "item") and getattr(reward, "size", 1) == 1 else reward  # of numpy
     if reward is not None and not isinstance(reward, Real):
         raise TypeError(f"step() returned the reward {cut_value(reward)}, and has to return a number or None.")
     if reward is not None and not math.isfinite(reward):

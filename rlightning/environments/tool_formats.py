@@ -229,36 +229,30 @@ def read_message(
         content = text[: found[0].start].rstrip() if found else text
     if family is None or not (found and has_tools):
         return AssistantMessage(text, reasoning)
-    read = CallReader()
+    read: list[ToolCall | str] = []
     for one in found[:MAX_CALLS]:
         try:
             name, arguments = read_call(one)
         except ToolCallError as error:
-            read.refuse(f"{error} It began: {one.text[:MAX_QUOTED]}\nWrite calls as {family.example}")
+            read.append(f"{error} It began: {one.text[:MAX_QUOTED]}\nWrite calls as {family.example}")
         else:
-            read.calls.append(ToolCall(next(call_ids), name, arguments))
-    return read.finish(content, reasoning, len(found))
+            read.append(ToolCall(next(call_ids), name, arguments))
+    return make_message(content, reasoning, read, len(found))
 
 
-class CallReader:
-    """Collects the tool calls of one turn, and an error message for each malformed call."""
+def make_message(
+    content: str, reasoning: str | None, read: Sequence[ToolCall | str], num_written: int
+) -> AssistantMessage:
+    """Return a turn's message with its calls, and the errors (texts for the policy) in place of malformed ones.
 
-    def __init__(self) -> None:
-        self.calls: list[ToolCall] = []
-        self._errors: list[tuple[int, str]] = []
-
-    def refuse(self, error: str) -> None:
-        """Record that the next call of the turn is malformed; the policy gets ``error`` as its result."""
-        self._errors.append((len(self.calls), error))
-
-    def finish(self, content: str, reasoning: str | None, num_written: int) -> AssistantMessage:
-        """Return the turn's message with the collected calls and errors. ``num_written`` is the number of calls in the
-        turn; those beyond ``MAX_CALLS`` become one error.
-        """
-        if num_written > MAX_CALLS:
-            self.refuse(f"A turn has at most {MAX_CALLS} tool calls: {num_written - MAX_CALLS} more were not made.")
-        places, errors = zip(*self._errors, strict=True) if self._errors else ((), ())
-        return AssistantMessage(content, reasoning, tuple(self.calls), errors, places)
+    ``num_written`` is the number of calls in the turn; those beyond ``MAX_CALLS`` become one error.
+    """
+    if num_written > MAX_CALLS:
+        read = [*read, f"A turn has at most {MAX_CALLS} tool calls: {num_written - MAX_CALLS} more were not made."]
+    errors = {place: one for place, one in enumerate(read) if isinstance(one, str)}
+    calls = tuple(one for one in read if isinstance(one, ToolCall))
+    places = tuple(place - number for number, place in enumerate(errors))
+    return AssistantMessage(content, reasoning, calls, tuple(errors.values()), places)
 
 
 def split_thought(text: str, *, in_thought: bool) -> tuple[str | None, str | None]:
@@ -339,25 +333,25 @@ class RenderersParser:
         self,
         token_ids: Sequence[int],
         tools: Sequence[Message] | None,
-        prompt_ids: Sequence[int] | None,
+        prompt_ids: Sequence[int],
         call_ids: Iterator[str],
     ) -> AssistantMessage:
         """Parse the sampled tokens of a turn to a message."""
         parsed = self._renderer.parse_response(
             list(token_ids),
             tools=[tool.get("function", tool) for tool in tools] if tools else None,
-            prompt_ids=None if prompt_ids is None else list(prompt_ids),
+            prompt_ids=list(prompt_ids),
         )
         if not tools and parsed.tool_calls:
             return AssistantMessage(self._with_calls(parsed, token_ids), parsed.reasoning_content or None)
-        read = CallReader()
+        read: list[ToolCall | str] = []
         for call in parsed.tool_calls[:MAX_CALLS]:
             if call.name and isinstance(call.arguments, dict) and call.status in ("ok", "unknown_tool"):
-                read.calls.append(ToolCall(call.id or next(call_ids), call.name, dump_arguments(call.arguments)))
+                read.append(ToolCall(call.id or next(call_ids), call.name, dump_arguments(call.arguments)))
             else:
                 kind = str(call.status).replace("_", " ")
-                read.refuse(f"A tool call cannot be read ({kind}). It began: {call.raw[:MAX_QUOTED]}")
-        return read.finish(parsed.content, parsed.reasoning_content or None, len(parsed.tool_calls))
+                read.append(f"A tool call cannot be read ({kind}). It began: {call.raw[:MAX_QUOTED]}")
+        return make_message(parsed.content, parsed.reasoning_content or None, read, len(parsed.tool_calls))
 
     def _with_calls(self, parsed: "ParsedResponse", token_ids: Sequence[int]) -> str:
         """Return the message with its tool calls as text, if there are no tools or the calls are malformed."""

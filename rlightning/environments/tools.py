@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import json
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,14 +22,23 @@ from rlightning.environments.python_sandbox import SandboxError
 from rlightning.environments.step_object import SNAPSHOT_METHODS, Closing, StepObject, call_function, read_state
 from rlightning.environments.tool_schema import convert_numbers, describe_tool, find_mistakes
 from rlightning.errors import ConfigError, cause_chain, check_rules, did_you_mean
-from rlightning.foreign_text import cut, describe_error
+from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.python_values import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt, Status
 
+log = logging.getLogger(__name__)
+
 BROKEN = (ConnectionError, socket.gaierror, URLError, MemoryError, SandboxError)
 """Exceptions of tools that are not the policy's fault: the trajectory fails, and counts as not sampled."""
-BROKEN_NAMES = ("ConnectError", "ConnectionError")
-"""Suffixes of the names of such exceptions in HTTP libraries: httpx, requests, aiohttp and others."""
+BROKEN_NAMES = (
+    *("ConnectError", "ConnectionError", "NetworkError", "RemoteProtocolError", "ProxyError", "ClientPayloadError"),
+    *("ConnectTimeout", "ReadTimeout", "WriteTimeout", "PoolTimeout", "IncompleteRead"),
+)
+"""Suffixes of the names of such exceptions in HTTP libraries: httpx, requests, aiohttp, http.client and others."""
+BROKEN_ERRNO = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Operating system errors of a host that has no space, file descriptors or memory left, or a failing disk."""
+DEFECTS = (ImportError, NameError, AttributeError)
+"""Exceptions that hint at a defect of the tool. The policy reads them like all others; a warning names the tool."""
 STATE = ("objects", "observations", "counts")
 """Keys of a trajectory's state in a checkpoint."""
 
@@ -110,6 +121,7 @@ class Tools(Environment):
         self.tool_timeout, self.max_result_characters = tool_timeout, max_result_characters
         self.broken_by = list(broken_by)
         self._closing = Closing()
+        self._defective: set[str] = set()
 
     @cached_property
     def _broken(self) -> tuple[type[Exception], ...]:
@@ -133,9 +145,14 @@ class Tools(Environment):
             names = [kind.__name__ for kind in type(one).__mro__]
             if isinstance(one, self._broken):
                 return True
+            status = find_status(one)
+            if status is not None and status >= 500:
+                return True
             if isinstance(one, HTTPError):  # the server's answer
                 continue
             if isinstance(one, BROKEN) or any(name.endswith(BROKEN_NAMES) for name in names):
+                return True
+            if isinstance(one, OSError) and one.errno in BROKEN_ERRNO:
                 return True
         return False
 
@@ -259,12 +276,22 @@ class Tools(Environment):
         except Exception as error:
             if self._is_broken(error):
                 raise
+            if isinstance(error, DEFECTS) and name not in self._defective:
+                self._defective.add(name)
+                log.warning("The tool %s raised %s, which the policy reads.", name, cut_line(describe_error(error)))
             return self._fail(attempt, describe_error(error))  # the policy reads the error
         return cut(write_result(result), self.max_result_characters)
 
     def _fail(self, attempt: _Attempt, reason: str) -> str:
         attempt.counts.tool_failures += 1
         return cut(f"Error: {reason}", self.max_result_characters)
+
+
+def find_status(error: BaseException) -> int | None:
+    """Return the HTTP status of a server's answer that an HTTP library raised as an exception; None if it is none."""
+    response = getattr(error, "response", None)
+    values = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None))
+    return next((value for value in values if type(value) is int and 100 <= value < 600), None)
 
 
 def find_tools(given: object, what: str) -> Iterator[Tool]:

@@ -33,7 +33,9 @@ Made = TypeVar("Made")
 
 OLDEST_PYTHON = (3, 10)
 """Oldest Python version that a worker supports."""
-PROBE = "import sys; print('%d.%d' % sys.version_info[:2]); import {}"
+PROBE = """\
+import sys; print('%d.%d' % sys.version_info[:2])
+import {0}; print(getattr({0}, '__version__', 'of an unknown version'))"""
 PROBE_TIMEOUT = 60.0
 """Maximum seconds for an interpreter to start, even from a slow disk."""
 UNSENDABLE = (TypeError, ValueError, OverflowError)
@@ -237,8 +239,8 @@ def _to_plain(sample: Sample) -> Fields:
 
 def check_interpreter(
     python: str, *, oldest: tuple[int, int] = OLDEST_PYTHON, needs: str = "msgpack", install: str = "msgpack"
-) -> None:
-    """Raise a ConfigError if an interpreter cannot run workers.
+) -> str:
+    """Raise a ConfigError if an interpreter cannot run workers; return the version of the module that they need.
 
     Args:
         python: path of the interpreter.
@@ -255,14 +257,15 @@ def check_interpreter(
         raise ConfigError(
             f"{what} cannot be started: {reason}. Give the path of an interpreter, such as my-venv/bin/python."
         ) from error
-    version = re.match(r"(\d+)\.(\d+)\n", done.stdout)
-    if version is None:
+    found = re.match(r"(\d+)\.(\d+)\n", done.stdout)
+    if found is None:
         raise ConfigError(f"{what} is no Python. Give the path of an interpreter, such as my-venv/bin/python.")
-    if tuple(map(int, version.groups())) < oldest:
+    if tuple(map(int, found.groups())) < oldest:
         rule = f"workers need {oldest[0]}.{oldest[1]} or later"
-        raise ConfigError(f"{what} is Python {version[0].strip()}; {rule}. Give a newer one.")
+        raise ConfigError(f"{what} is Python {found[0].strip()}; {rule}. Give a newer one.")
     if done.returncode:
         raise ConfigError(f"{what} has no {needs}, which workers need. Install it: {python} -m pip install {install}.")
+    return done.stdout[found.end() :].strip()
 
 
 def own_search_path() -> list[str]:

@@ -211,7 +211,7 @@ def test_programs_give_their_reward(
 ) -> None:
     one = run_program(tmp_path, code, reward=reward)
     assert (one.status, one.reward, one.error) == ("finished", expected, None)
-    assert one.metrics == {"turns": 1.0, "branches": 1.0, "abandoned_requests": 0.0} | metrics
+    assert one.metrics == {"turns": 1.0, "branches": 1.0, "abandoned_requests": 0.0, "refused_requests": 0.0} | metrics
 
 
 @pytest.mark.processes

@@ -72,6 +72,7 @@ class Client:
         ("s:be u:summary a:3 u:more", "compacted"),
         ("s:be u:one u:reminder a:1 t:ok a:2 u:two a:3 u:more", "history_edited"),
         ("s:is u:one a:1 t:ok a:2 u:two a:3 u:more", "system_changed"),
+        ("s:is u:one", "system_changed"),
         ("s:be u:other", "started_over"),
         ("u:other a:few t:shot", "started_over"),
         ("u:one a:1 t:ok a:2 u:two a:3 s:be", "history_edited"),

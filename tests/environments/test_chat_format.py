@@ -183,7 +183,9 @@ def test_an_answer_may_have_any_words() -> None:
 
 
 def parse(family: str, text: str, **arguments: Any) -> AssistantMessage:
-    return get_format(family).parse(encode(family, text), [ADD], **arguments)
+    chat_format = get_format(family)
+    arguments.setdefault("prompt_ids", chat_format.render([USER]))
+    return chat_format.parse(encode(family, text), [ADD], **arguments)
 
 
 def named(message: AssistantMessage) -> list[tuple[str, Any]]:
@@ -328,7 +330,9 @@ def test_calls_without_end_are_few() -> None:
 def test_json_in_a_plain_answer_is_no_call() -> None:
     assert parse("llama3", 'It is {"name": "add", "parameters": {}}').tool_calls == ()
     assert parse("llama3", '{"result": 4}').content == '{"result": 4}'
-    assert get_format("qwen3").parse(get_tokenizer("qwen3")("<tool_call>x").input_ids).errors == ()  # without tools
+    assert (
+        get_format("qwen3").parse(get_tokenizer("qwen3")("<tool_call>x").input_ids, prompt_ids=[]).errors == ()
+    )  # without tools
 
 
 def test_message_of_a_chat_api() -> None:
@@ -419,6 +423,18 @@ def test_images_and_changed_system_messages(family: str) -> None:
 def test_refused_conversations_are_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^The model's chat template refuses the conversation: .*must alternate"):
         get_format("gemma3").render([USER, USER])
+
+
+def test_messages_that_the_template_leaves_out_are_refused() -> None:
+    chat_format, silent = get_format("qwen3"), {"role": "environment", "content": "4"}
+    line = r"^The conversation: the chat template leaves out messages of the role 'environment'\. Use one of system, "
+    with pytest.raises(ConfigError, match=line):
+        chat_format.render([USER, silent])
+    with pytest.raises(ConfigError, match=line):
+        chat_format.render_observations([silent], sampled=[], ended=False)
+    tokenizer = make_tokenizer("qwen3")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert ChatFormat(tokenizer).render_text([silent]) == "environment: 4\n"
 
 
 def test_prompt_is_read_from_its_row() -> None:

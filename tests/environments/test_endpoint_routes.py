@@ -57,6 +57,51 @@ def test_texts_go_on_from_their_tokens() -> None:
     assert texts(trajectory, tokenizer) == ["A:One.\nB:Two."] and trained(trajectory, tokenizer) == ["One.Two."]
 
 
+def test_empty_text_is_sampled_again_from_its_prompt() -> None:
+    policy, _, tokenizer = make("", "Two.")
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        for text in ("", "Two."):
+            assert (await client.completions.create(model="any", prompt="A:")).choices[0].text == text
+
+    trajectory = run(policy, use)
+    assert texts(trajectory, tokenizer) == [f"A:{END}", f"A:Two.{END}"]
+    assert [branch.reason for branch in trajectory.branches] == ["start", "sampled_again"]
+
+
+def test_responses_keep_each_message_of_the_assistants() -> None:
+    policy, _, tokenizer = make("Three.")
+    said = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        await client.responses.create(model="any", input=[USER, *said, {"role": "user", "content": "More."}])  # type: ignore[list-item]
+
+    (text,) = texts(run(policy, use), tokenizer)
+    assert "One." in text and "Two." in text
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "disable_parallel_tool_use"),
+    ],
+)
+def test_messages_refuse_what_they_cannot_honour(change: Any, param: str) -> None:
+    policy, sampler, _ = make("One.")
+
+    async def talk() -> None:
+        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url) as client:
+            client.headers["x-api-key"] = session.key
+            answer = await client.post("/v1/messages", json={"max_tokens": 9, "messages": [USER], **change})
+            assert answer.status_code == 400 and param in answer.json()["error"]["message"]
+            assert session.num_refused == 1
+            assert (await client.post("/v1/messages/count_tokens", json={})).json()["type"] == "error"
+
+    asyncio.run(talk())
+    assert not sampler.histories
+
+
 def test_stop_string_of_the_client_is_read_once() -> None:
     policy, sampler, tokenizer = make("Thought\nObservation:", "Two.")
     sampler.end = ""

@@ -133,6 +133,19 @@ def test_choices_of_a_stream_are_told_apart() -> None:
     assert trained(trajectory, tokenizer) == [f"One two three.{END}", f"Four five six.{END}"]
 
 
+def test_an_empty_first_choice_of_a_stream_is_read_by_the_sdk() -> None:
+    policy, sampler, _ = make("", "hi")
+    sampler.released.set()
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        arguments: Any = {"model": "any", "messages": [USER], "n": 2}
+        async with client.chat.completions.stream(**arguments) as events:
+            choices = (await events.get_final_completion()).choices
+        assert [choice.message.content or "" for choice in choices] == ["", "hi"]
+
+    run(policy, use)
+
+
 def test_a_streamed_turn_is_continued() -> None:
     policy, sampler, tokenizer = make("One. STOP", "Two.")
     sampler.released.set()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent_cases import ScriptedSampler
+from attempts import CannedSampler
 from chat_templates import make_tokenizer
 
 from rlightning.environments import Environment, Message, Policy, PolicyGroup, SingleTurn
@@ -12,9 +13,8 @@ from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.environment import TrajectoryLostError
 from rlightning.environments.policy import GroupRequest, RecordedPolicy
 from rlightning.environments.recorded_group import RecordedGroup
-from rlightning.environments.timing import TimedSampler
-from rlightning.rollout import Sampling, TokenSampler
-from rlightning.types import Outcome, Prompt, Trajectory
+from rlightning.rollout import Sampling
+from rlightning.types import Outcome, Prompt, Sample, Trajectory
 
 TOKENIZER = make_tokenizer("qwen2.5")
 PROMPT = Prompt(3, "hi", [1, 2], {})
@@ -129,21 +129,22 @@ def test_attempts_draw_other_numbers_after_a_resume_too() -> None:
     assert len({sampling.seed for sampling in sampler.samplings}) == len(sampler.samplings) == 5
 
 
-def test_a_timed_sampler_passes_on_all_that_is_asked() -> None:
-    asked: list[dict[str, Any]] = []
+def test_sampler_that_never_streams_need_not_take_on_tokens() -> None:
+    asked: list[set[str]] = []
 
-    class Sampler(TokenSampler):
-        async def sample(self, token_ids: Any, sampling: Any, **settings: Any) -> list[Any]:
-            asked.append({"token_ids": token_ids, "sampling": sampling, **settings})
-            return []
-
-        async def score(self, token_ids: Any) -> Any:
-            raise NotImplementedError
+    class Sampler(CannedSampler):
+        async def sample(self, token_ids: Any, sampling: Any, **settings: Any) -> list[Sample]:
+            asked.append(set(settings))
+            return await super().sample(token_ids, sampling)
 
     def show(number: int, token_ids: Sequence[int]) -> None: ...
 
-    usual: dict[str, Any] = {"token_ids": [1, 2], "sampling": Sampling(max_new_tokens=3), "num_samples": 2}
-    sampler = TimedSampler(Sampler())
-    asyncio.run(sampler.sample(**usual, session="first", on_tokens=show))
-    asyncio.run(sampler.sample(**usual))  # one that never streams need not take on_tokens
-    assert asked == [usual | {"session": "first", "on_tokens": show}, usual | {"session": None}]
+    class Streamed(Environment):
+        async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+            assert isinstance(policy, RecordedPolicy)
+            await policy.sample_turns([1], policy.sampling, on_tokens=show)
+            await policy.sample_turns([1], policy.sampling)
+            return Outcome(reward=1.0)
+
+    finish(Streamed(), make_group(sampler=Sampler(), size=1))
+    assert asked == [{"num_samples", "session", "on_tokens"}, {"num_samples", "session"}]

@@ -18,7 +18,7 @@ from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.environments.self_judged import SelfJudged
 from rlightning.errors import ConfigError
 from rlightning.rollout import Sampling
-from rlightning.types import Outcome, Prompt, Sample, Trajectory
+from rlightning.types import AgentTrace, Outcome, Prompt, Sample, Trajectory
 
 RUBRIC = "Right: {answer}. Said: {completion}. End with Score: N."
 TOKENIZER = get_tokenizer("qwen2.5")
@@ -77,6 +77,16 @@ def test_the_score_is_added_to_the_environments_reward() -> None:
     rubric = "{turns} of {prompt}: {full_text}. Said: yes or no?"
     judged = SelfJudged(rubric, environment=Rewards(), pattern="yes|no", scores={"yes": 1, "no": 0}, highest=1)
     assert [one.reward for one in attempt(judged, Sampler("yes"))] == [1.25, 1.25]
+
+
+def test_the_score_is_added_to_each_agents_reward() -> None:
+    class Pair(Environment):
+        async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+            await policy.chat()
+            return Outcome(traces=[AgentTrace("a", 1.0, [0]), AgentTrace("b", 0.0, [])])
+
+    for one in attempt(SelfJudged(RUBRIC, environment=Pair(), weight=0.5), Sampler("Score: 2")):
+        assert one.reward == 0.6 and [trace.reward for trace in one.traces or ()] == [1.1, 0.1]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import step_cases
 import tiny
@@ -202,7 +203,12 @@ def test_turns_are_limited_and_rewarded(game: type[Game], path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "reward", "turn_rewards"), [([None, None], None, None), ([None, True], 1.0, [0.0, 1.0])]
+    ("rewards", "reward", "turn_rewards"),
+    [
+        ([None, None], None, None),
+        ([None, True], 1.0, [0.0, 1.0]),
+        ([np.bool_(True), np.array(0.5)], 1.5, [1.0, 0.5]),
+    ],
 )
 def test_turns_may_have_no_reward(rewards: list[Any], reward: float | None, turn_rewards: list[float] | None) -> None:
     given = iter(rewards)

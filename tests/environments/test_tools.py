@@ -1,6 +1,7 @@
 """Tools: the policy calls Python functions, and reads what they return."""
 
 import asyncio
+import errno
 import re
 import socket
 import threading
@@ -9,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.error import HTTPError, URLError
 
+import httpx
 import pytest
 import tool_cases
 from attempts import END, answers, attempt, say, write_call
@@ -123,6 +125,9 @@ def test_a_broken_tool_fails_the_trajectory() -> None:
     assert (trajectory.status, trajectory.error) == ("failed", "ConnectionError: no connection")
 
 
+REQUEST = httpx.Request("GET", "http://x")
+
+
 class ConnectError(Exception):
     """As of httpx."""
 
@@ -135,6 +140,12 @@ def look(kind: str) -> str:
             "url": URLError("refused"),
             "page": HTTPError("http://x", 404, "no page", None, None),  # type: ignore[arg-type]
             "library": ConnectError("refused"),
+            "answer": httpx.ReadTimeout("late"),
+            "server": HTTPError("http://x", 503, "overloaded", None, None),  # type: ignore[arg-type]
+            "status": httpx.HTTPStatusError("bad", request=REQUEST, response=httpx.Response(502)),
+            "scheme": httpx.UnsupportedProtocol("no scheme"),
+            "disk": OSError(errno.ENOSPC, "no space"),
+            "import": ModuleNotFoundError("no module"),
             "time": TimeoutError("late"),
             "caught": ConnectionError("lost"),
         }
@@ -149,6 +160,12 @@ def look(kind: str) -> str:
         ("name", (), "failed"),
         ("url", (), "failed"),
         ("library", (), "failed"),
+        ("answer", (), "failed"),
+        ("server", (), "failed"),
+        ("status", (), "failed"),
+        ("scheme", (), "finished"),
+        ("disk", (), "failed"),
+        ("import", (), "finished"),
         ("caught", (), "failed"),
         ("page", (), "finished"),
         ("time", (), "finished"),
@@ -159,6 +176,13 @@ def look(kind: str) -> str:
 def test_lost_connections_are_no_fault_of_the_policy(kind: str, broken_by: Sequence[Any], status: str) -> None:
     environment = Tools([look], broken_by=broken_by)
     assert play(environment, write_call("look", kind=kind), "none").status == status
+
+
+def test_tools_that_seem_defective_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    calls = "\n".join([write_call("look", kind="import")] * 2)
+    assert answers(play(Tools([look]), calls, "none")) == ["Error: ModuleNotFoundError: no module"] * 2
+    (said,) = [record.getMessage() for record in caplog.records if "look" in record.getMessage()]
+    assert said == "The tool look raised ModuleNotFoundError: no module, which the policy reads."
 
 
 class Opens:

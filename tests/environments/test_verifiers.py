@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from rlightning.data import PromptDataModule
 from rlightning.environments import worker_environment
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.verifiers import Verifiers
-from rlightning.environments.verifiers import environment as verifiers_environment
 from rlightning.environments.verifiers.server import Announcement, ServerEndedError
 from rlightning.errors import ConfigError, EngineError
 from rlightning.rpc.client import LoopThread
@@ -217,11 +215,11 @@ def test_a_server_that_ends_or_hangs_is_replaced(make: Attempts, tmp_path: Path)
             server = environment._get_servers().servers[0]
             while not sampler.histories:  # the episode is under way
                 await asyncio.sleep(0.02)
-            assert server.pid is not None
-            pids.append(server.pid)
+            assert server.process is not None
+            pids.append(server.process.pid)
             if number == signal.SIGSTOP:
                 server.hang_timeout = 1.0
-            os.kill(server.pid, number)
+            os.kill(server.process.pid, number)
 
         return during
 
@@ -286,7 +284,7 @@ from rlightning.environments.verifiers import Verifiers
 async def main():
     environment = Verifiers("number_tasks", python={python!r})
     await environment.check()
-    print(environment._get_servers().servers[0].pid, flush=True)
+    print(environment._get_servers().servers[0].process.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -316,8 +314,7 @@ def test_unknown_trained_agent_is_refused() -> None:
 )
 def test_interpreters_that_cannot_be_used(tmp_path: Path, answers: str | None, reason: str) -> None:
     stub = tmp_path / "python"
-    first, _, second = (answers or "").partition("\n")
-    stub.write_text(f"#!/bin/sh\ncase $2 in *metadata*) echo {second};; *) echo {first};; esac\n")
+    stub.write_text(f"#!/bin/sh\necho '{answers}'\n")
     stub.chmod(0o755)
     path = sys.executable if answers is None else str(stub)
     with pytest.raises(ConfigError, match=reason) as caught:
@@ -325,21 +322,12 @@ def test_interpreters_that_cannot_be_used(tmp_path: Path, answers: str | None, r
     assert "\n" not in caught.value.line
 
 
-@pytest.mark.parametrize(
-    ("module", "command", "reason"),
-    [
-        (worker_environment, "*version_info*", r"cannot be started: it took more than 0\.2 s\. Give the path"),
-        (verifiers_environment, "*metadata*", r"has not named its version of verifiers within 0\.2 s\. Give an"),
-    ],
-)
-def test_interpreter_that_hangs_is_refused(
-    module: ModuleType, command: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreter_that_hangs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = tmp_path / "python"
-    stub.write_text(f"#!/bin/sh\ncase $2 in {command}) exec sleep 600;; *) echo 3.12;; esac\n")
+    stub.write_text("#!/bin/sh\nexec sleep 600\n")
     stub.chmod(0o755)
-    monkeypatch.setattr(module, "PROBE_TIMEOUT", 0.2)
-    with pytest.raises(ConfigError, match=reason) as caught:
+    monkeypatch.setattr(worker_environment, "PROBE_TIMEOUT", 0.2)
+    with pytest.raises(ConfigError, match=r"cannot be started: it took more than 0\.2 s\. Give the path") as caught:
         asyncio.run(Verifiers("number_tasks", python=str(stub)).check())
     assert "\n" not in caught.value.line
 

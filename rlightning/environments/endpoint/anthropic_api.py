@@ -82,6 +82,9 @@ def _read_user(role: str, blocks: list[JsonObject]) -> Iterator[Message]:
 
 
 def _read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
+    for tool in body.get("tools") or []:
+        if tool.get("type") not in (None, "custom"):
+            raise APIError(f"tools: tools of type '{tool['type']}' are not supported.", param="tools")
     tools = [
         {
             "type": "function",
@@ -94,6 +97,13 @@ def _read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
         for tool in body.get("tools") or []
     ]
     choice = body.get("tool_choice") or {"type": "auto"}
+    if choice.get("disable_parallel_tool_use") and "tool_choice" not in ignored:
+        raise APIError(
+            "tool_choice.disable_parallel_tool_use is not supported: what the policy writes is not constrained. Leave "
+            "it out, or add 'tool_choice' to the endpoint's ignored parameters (environment.endpoint.ignored).",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
     return read_tools({"tools": tools, "tool_choice": CHOICES.get(str(choice.get("type")), choice)}, ignored)
 
 

@@ -12,8 +12,6 @@ Message = MutableMapping[str, Any]
 """An ASGI message: the scope of a request, or an event."""
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-GONE = 499
-"""HTTP status of the response to a client that has disconnected, which does not receive it."""
 
 
 class ClientGoneError(Exception):
@@ -57,11 +55,6 @@ class Request:
 async def send_json(send: Send, body: object, status: int = 200, headers: Mapping[bytes, bytes] | None = None) -> None:
     """Send a response with a JSON body."""
     text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-    await send_text(send, text, status, {b"content-type": b"application/json", **(headers or {})})
-
-
-async def send_text(send: Send, text: bytes, status: int, headers: Mapping[bytes, bytes]) -> None:
-    """Send a response with the given bytes as its body."""
-    named = [*headers.items(), (b"content-length", b"%d" % len(text))]
-    await send({"type": "http.response.start", "status": status, "headers": named})
+    own = {b"content-type": b"application/json", b"content-length": b"%d" % len(text)}
+    await send({"type": "http.response.start", "status": status, "headers": [*{**own, **(headers or {})}.items()]})
     await send({"type": "http.response.body", "body": text})

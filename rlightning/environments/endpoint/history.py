@@ -106,6 +106,11 @@ class Histories:
                 return "reasoning_dropped"
             if not _begins(own, past.messages):  # only the system messages have moved
                 return "history_edited"
+        same = [past for past in self._pasts if _begins(_without_system(past.messages), talk)]
+        if same and all(past.tools != tools for past in same):
+            return "tools_changed"
+        if same and not any(_begins(past.messages, own) for past in same):
+            return "system_changed"
         return describe_difference(talk, find_closest(talk, [_without_system(past.messages) for past in self._pasts]))
 
 

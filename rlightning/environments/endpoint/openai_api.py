@@ -82,8 +82,8 @@ def list_models(session: Session) -> JsonObject:
 def read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
     """Return a request's tools, and whether calls are parsed; with the tool choice "none", calls stay text.
 
-    The chat template gets the tools in any case. Raises an APIError for malformed tools, and for a tool choice other
-    than "auto" and "none".
+    The chat template gets the tools in any case, without OpenAI's ``strict``, which no model has learned to read.
+    Raises an APIError for malformed tools, and for a tool choice other than "auto" and "none".
     """
     choice = None if "tool_choice" in ignored else body.get("tool_choice")
     if choice not in (None, "auto", "none"):
@@ -93,9 +93,10 @@ def read_tools(body: JsonObject, ignored: frozenset[str]) -> ToolUse:
             param="tool_choice",
             code="unsupported_parameter",
         )
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(map(_is_function, tools)):
-        raise APIError(f"tools={cut_value(tools)} has to be a list of functions.", param="tools")
+    given = body.get("tools") or []
+    if not isinstance(given, list) or not all(map(_is_function, given)):
+        raise APIError(f"tools={cut_value(given)} has to be a list of functions.", param="tools")
+    tools = [{**tool, "function": _without_strict(tool["function"])} for tool in given]
     return ToolUse(tools or None, bool(tools) and choice != "none")
 
 
@@ -104,6 +105,10 @@ def count_usage(answers: Answers) -> dict[str, int]:
     sampled = sum(len(turn.sample.token_ids) for turn in answers.turns)
     num_prompt = answers.num_prompt_tokens
     return {"prompt_tokens": num_prompt, "completion_tokens": sampled, "total_tokens": num_prompt + sampled}
+
+
+def _without_strict(function: JsonObject) -> JsonObject:
+    return {name: value for name, value in function.items() if name != "strict"}
 
 
 def _is_function(tool: object) -> bool:
@@ -161,10 +166,13 @@ class ChatWriter(CompletionWriter):
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
+        """Yield the first event of each choice, in their order: the SDK looks choices up by their place."""
+        for choice in range(self._asked.n):
+            yield self._delta(choice, {"role": "assistant", "content": ""})
+
     def add(self, choice: int, reasoning: str, content: str) -> Iterator[Event]:
         """Yield events for the unsent parts of a choice's texts; ``reasoning`` and ``content`` are the texts so far."""
-        if choice not in self._num_written:
-            yield self._delta(choice, {"role": "assistant", "content": ""})
         new = self._take_new(choice, reasoning, content)
         for name, text in zip(("reasoning_content", "content"), new, strict=True):
             if text:

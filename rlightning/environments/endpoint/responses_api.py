@@ -79,12 +79,22 @@ def _read_input(given: object) -> list[Message]:
         elif kind == "message" and item.get("role") != "assistant":
             messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind in ("message", "function_call", "reasoning"):
-            if not messages or messages[-1]["role"] != "assistant":
+            if not messages or _begins_turn(kind, messages[-1]):
                 messages.append({"role": "assistant", "content": None})
             _add_item(messages[-1], kind, item)
         else:
             raise APIError(f"input: items of type '{kind}' are not supported.", param="input")
     return messages
+
+
+def _begins_turn(kind: str, last: Message) -> bool:
+    """Return whether an item of the assistant's is not of the same turn as the message before it.
+
+    In a turn the reasoning comes first, and there is one text.
+    """
+    if last["role"] != "assistant" or kind == "reasoning":
+        return True
+    return kind == "message" and (last["content"] is not None or "tool_calls" in last)
 
 
 def _add_item(message: Message, kind: str, item: JsonObject) -> None:

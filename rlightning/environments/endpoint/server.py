@@ -14,7 +14,7 @@ from rlightning import rpc
 from rlightning.environments.agent_limit import LIMIT_TEXT, is_limit
 from rlightning.environments.endpoint import anthropic_api, openai_api, responses_api
 from rlightning.environments.endpoint.address import find_address
-from rlightning.environments.endpoint.asgi import GONE, ClientGoneError, Receive, Request, Send, send_json, send_text
+from rlightning.environments.endpoint.asgi import ClientGoneError, Receive, Request, Send, send_json
 from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
@@ -22,7 +22,7 @@ from rlightning.environments.endpoint.streaming import Emit, Event, Reply
 from rlightning.environments.environment import LimitReachedError, Policy
 from rlightning.environments.policy import RecordedPolicy
 from rlightning.errors import ConfigError, check_rules
-from rlightning.foreign_text import describe_error
+from rlightning.foreign_text import cut_line, describe_error
 from rlightning.python_values import JsonObject
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,9 @@ class Endpoint:
         max_request_bytes: maximum bytes of a request's body.
         max_connections: maximum number of concurrent connections.
         max_requests: maximum number of concurrent requests of a session.
+
+    Attributes:
+        url: URL of the server, without a path; available after :meth:`start`.
     """
 
     def __init__(
@@ -94,12 +97,8 @@ class Endpoint:
         self._sessions: dict[str, Session] = {}
         self._shared_keys: dict[str, SharedKey] = {}
         self._serving: tuple[Any, asyncio.Task[None]] | None = None
-        self._url = ""
-
-    @property
-    def url(self) -> str:
-        """The URL of the server, without a path; available after :meth:`start`."""
-        return self._url
+        self._has_refused = False
+        self.url = ""
 
     async def start(self) -> None:
         """Start to listen, if not listening already; raises a ConfigError if that fails."""
@@ -123,7 +122,7 @@ class Endpoint:
             server = uvicorn.Server(config)
             server.capture_signals = contextlib.nullcontext  # the trainer handles signals
             self._serving = server, asyncio.ensure_future(server.serve([listener]))
-            log.info("Agents reach the policy at %s.", self._url)
+            log.info("Agents reach the policy at %s.", self.url)
         server, task = self._serving
         while not server.started:
             if task.done():
@@ -141,7 +140,7 @@ class Endpoint:
                 f"endpoint.host={self.host}, endpoint.port={self.port} cannot be listened at: {error.strerror}. Give "
                 "an address of this host; port 0 takes a free one."
             ) from error
-        self._url = rpc.make_url(self.advertised_host or find_address(self.host), listener.getsockname()[1], "http")
+        self.url = rpc.make_url(self.advertised_host or find_address(self.host), listener.getsockname()[1], "http")
         return listener
 
     async def close(self) -> None:
@@ -195,10 +194,11 @@ class Endpoint:
         request = Request(scope, receive)
         is_reading = request.method in ("GET", "HEAD") and request.path == MODELS
         route = ROUTES.get(request.path) if request.method == "POST" else None
+        session = None
         try:
             if route is None and not is_reading:
                 place = f"{request.method} {request.path}"
-                raise APIError(f"There is no {place}; there are {', '.join(ROUTES)}.", 404)
+                raise APIError(f"There is no {place}; there are {', '.join((*ROUTES, MODELS))}.", 404)
             session = await self._authenticate(request.headers, is_reading=is_reading)
             if route is None:
                 await send_json(send, openai_api.list_models(session))
@@ -206,12 +206,25 @@ class Endpoint:
                 body = await request.read_json(self.max_request_bytes)
                 await self._run(route, session, body, request, send)
         except APIError as error:
+            if session is not None and error.status < 500:
+                self._count_refusal(session, error)
             _, shape = _error_event(error, request.path)
             # The SDKs repeat requests after a server error, but here the error has ended the trajectory.
             is_over = error.status >= 500
             await send_json(send, shape, error.status, {b"x-should-retry": b"false"} if is_over else None)
         except ClientGoneError:
-            await send_text(send, b"", GONE, {})
+            return  # it gets no response
+
+    def _count_refusal(self, session: Session, error: APIError) -> None:
+        """Count a refused request. The first one is logged: agents may swallow the error."""
+        session.num_refused += 1
+        if not self._has_refused:
+            self._has_refused = True
+            log.warning(
+                "A request of an agent was refused: %s Metric environment/refused_requests counts them; only the "
+                "first one is logged.",
+                cut_line(error.message),
+            )
 
     async def _authenticate(self, headers: Mapping[str, str], *, is_reading: bool) -> Session:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
@@ -238,21 +251,18 @@ class Endpoint:
         try:
             event = await work.next_event()
             if event is not None:
-                await send_events(send, work, event, lambda error: _error_event(error, request.path))
+                await send_events(send, work, event, request.path)
                 return
             reply = work.result()
         finally:
             work.end()
-        if work.is_abandoned:
-            raise ClientGoneError
         await send_json(send, reply)
 
 
 class RouteWork:
-    """The task that answers one request; it is cancelled, and ``is_abandoned`` set, if the client disconnects first."""
+    """The task that answers one request, until the client disconnects."""
 
     def __init__(self, route: Route, session: Session, body: JsonObject, request: Request) -> None:
-        self.is_abandoned = False
         self._session = session
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._work = asyncio.ensure_future(_call(route, session, body, self._events.put_nowait))
@@ -263,23 +273,23 @@ class RouteWork:
             one.add_done_callback(lambda _: self._events.put_nowait(None))
 
     async def next_event(self) -> Event | None:
-        """Wait for the next event of the response's stream; None after the last one, or if the client disconnected."""
+        """Wait for the next event of the response's stream, and return it; None after the last one.
+
+        Raises:
+            ClientGoneError: the client has disconnected.
+        """
         event = await self._events.get()
         if self._gone.done() and not self._work.done():
-            self.is_abandoned = True
             self._session.num_abandoned += 1
-            self.end()
-            return None
+            raise ClientGoneError
         return event
 
     def result(self) -> Reply:
-        """Return the response's body; None if it was streamed or the client disconnected. Call it after the last event.
+        """Return the response's body; None if it was streamed. Call it after the last event.
 
         Raises:
             APIError: the route failed.
         """
-        if self.is_abandoned:
-            return None
         if self._work.cancelled():
             raise APIError("The session was closed.", 503)
         return self._work.result()
@@ -290,23 +300,28 @@ class RouteWork:
         self._work.cancel()
 
 
-async def send_events(send: Send, work: RouteWork, first: Event, to_error: Callable[[APIError], Event]) -> None:
-    """Send the events of a stream as they are emitted, until the last one or until the client disconnects."""
+async def send_events(send: Send, work: RouteWork, first: Event, path: str) -> None:
+    """Send the events of a stream as they are emitted, until the last one.
+
+    Raises:
+        ClientGoneError: the client has disconnected.
+    """
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     event: Event | None = first
-    while event is not None:
-        await send({"type": "http.response.body", "body": _write_event(event), "more_body": True})
-        event = await work.next_event()
     try:
+        while event is not None:
+            await send({"type": "http.response.body", "body": _write_event(event), "more_body": True})
+            event = await work.next_event()
         work.result()
     except APIError as error:
-        await send({"type": "http.response.body", "body": _write_event(to_error(error)), "more_body": True})
+        last = _write_event(_error_event(error, path))
+        await send({"type": "http.response.body", "body": last, "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 
 def _error_event(error: APIError, path: str) -> Event:
-    return ("error", error.to_anthropic()) if path == ANTHROPIC else (None, error.to_openai())
+    return ("error", error.to_anthropic()) if path.startswith(ANTHROPIC) else (None, error.to_openai())
 
 
 async def _call(route: Route, session: Session, body: JsonObject, emit: Emit) -> Reply:

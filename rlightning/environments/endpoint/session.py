@@ -3,13 +3,11 @@
 import asyncio
 import json
 import secrets
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, to_json
 from rlightning.environments.endpoint.parameters import RequestParameters, to_sampling
@@ -24,8 +22,6 @@ from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_tokens
 from rlightning.types.trajectory import BranchReason, Sample
 
 RESPONSE_FORMAT = "response_format"
-MAX_BEGINNINGS = 256
-"""Number of conversations whose tokens are cached: a group's trajectories have the same beginning at about one time."""
 
 
 class ToolUse(NamedTuple):
@@ -47,6 +43,7 @@ class Session:
         responses: the messages up to and including each response of ``/v1/responses``, by the response's id.
         failure: error after which no request can be answered.
         num_abandoned: number of requests whose client disconnected before the response.
+        num_refused: number of requests that were refused as invalid or unsupported.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class Session:
         self.model = name_model(policy)
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.requests: set[asyncio.Task[Reply]] = set()
-        self.num_abandoned = 0
+        self.num_abandoned = self.num_refused = 0
         self.responses: dict[str, list[Message]] = {}
         self._keeps_reasoning, self._allowed = keeps_reasoning, allowed
         self._histories = Histories()
@@ -137,7 +134,7 @@ class Session:
 
     def _tokenize(self, text: str) -> list[int]:
         tokenizer = self.policy.chat_format.tokenizer
-        seen = [one for one in self._texts if text.startswith(one[0])]
+        seen = [one for one in self._texts if one[1].message.content and text.startswith(one[0])]
         if not seen:
             token_ids: list[int] = tokenizer(text).input_ids
             return token_ids
@@ -222,7 +219,7 @@ class Session:
         if found.past is None:
             if self.policy.recorder.branches:
                 return chat_format.render(messages, tools)
-            return list(render_beginning(chat_format, messages, tools))
+            return list(chat_format.render_json(json.dumps([messages, tools])))
         turn = found.past.turn
         ended = turn.sample.finish_reason == "stop"
         added = chat_format.render_observations(new, sampled=turn.sample.token_ids, ended=ended)
@@ -237,18 +234,6 @@ class Session:
         if message.errors:
             message = parse(sample.token_ids, None, prompt_ids=history, turn=number)
         return message._replace(content=cut_at_stops(message.content, stops))
-
-
-def render_beginning(
-    chat_format: ChatFormat, messages: Sequence[Message], tools: Sequence[Message] | None
-) -> "array[int]":
-    """Return the tokens of a trajectory's first conversation, from a cache that a group's trajectories share."""
-    beginnings, conversation = chat_format.beginnings, json.dumps([messages, tools])
-    found = beginnings.pop(conversation, None)
-    beginnings[conversation] = array("q", chat_format.render(messages, tools)) if found is None else found
-    while len(beginnings) > MAX_BEGINNINGS:
-        del beginnings[next(iter(beginnings))]
-    return beginnings[conversation]
 
 
 def check_schema_is_followed(policy: RecordedPolicy, allowed: frozenset[str]) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal, NamedTuple
@@ -22,7 +21,7 @@ from rlightning.environments.verifiers.server import (
     ServerEndedError,
     ServersClosedError,
 )
-from rlightning.environments.worker_environment import PROBE_TIMEOUT, check_interpreter
+from rlightning.environments.worker_environment import check_interpreter
 from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules, did_you_mean
 from rlightning.foreign_text import cut, cut_line
 from rlightning.processes.liveness import RestartPolicy
@@ -35,7 +34,6 @@ OLDEST_PYTHON = (3, 11)
 """Oldest Python version that verifiers supports."""
 VERSION = "0.4"
 """Version of verifiers whose protocol this module implements."""
-PROBE = "from importlib.metadata import version; print(version('verifiers'))"
 MAX_DEATHS = 20
 """Maximum number of servers that end in a row, without a completed episode, before the run fails."""
 COLUMN = "task"
@@ -319,19 +317,12 @@ class Verifiers(Environment):
 
 def check_verifiers(python: str) -> None:
     """Raise a ConfigError if an interpreter cannot run verifiers."""
-    check_interpreter(python, oldest=OLDEST_PYTHON, needs="verifiers", install=f"'verifiers=={VERSION}.*' uv")
-    try:
-        done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"environment.python={python} has not named its version of verifiers within {PROBE_TIMEOUT:g} s. Give an "
-            "interpreter that starts faster, such as one on a local disk."
-        ) from error
-    version = done.stdout.strip() or "of an unknown version"
+    install = f"'verifiers=={VERSION}.*'"
+    version = check_interpreter(python, oldest=OLDEST_PYTHON, needs="verifiers", install=f"{install} uv")
     if not re.match(rf"{re.escape(VERSION)}\b", version):
         raise ConfigError(
             f"environment.python={python} has verifiers {version}, and this speaks with {VERSION}. Install that: "
-            f"{python} -m pip install 'verifiers=={VERSION}.*'."
+            f"{python} -m pip install {install}."
         )
 
 

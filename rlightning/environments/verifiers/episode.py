@@ -128,9 +128,8 @@ class Trace(BaseModel):
         """
         left = list(turns)
         asked = [call.node for call in self.calls if call.node is not None and call.error is None]
-        num_rewritten = sum(
-            not self.nodes[number].sampled_ids for number in asked
-        )  # rewritten by the task after they were sampled
+        # Some messages are rewritten by the task after they were sampled.
+        num_rewritten = sum(not self.nodes[number].sampled_ids for number in asked)
         matched: list[Turn] = []
         for number, node in enumerate(self.nodes):
             if not node.sampled:

@@ -71,6 +71,7 @@ class EnvironmentServer:
         starting: lock that is held while the server is started.
         is_up: whether the server runs.
         has_run: whether the server has been started before.
+        process: the server's process; None while it is not running.
     """
 
     def __init__(self, python: str, config: JsonObject, variables: Mapping[str, str], hang_timeout: float) -> None:
@@ -79,16 +80,11 @@ class EnvironmentServer:
         self.num_assigned = 0
         self.is_up = self.has_run = False
         self.starting = asyncio.Lock()
-        self._process: ManagedProcess | None = None
+        self.process: ManagedProcess | None = None
         self._folder = Path()
         self._tasks: list[asyncio.Task[None]] = []
         self._context: Any = None
         self._socket: Any = None
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of the server; None while it is not running."""
-        return None if self._process is None else self._process.pid
 
     async def start(self, num_tasks: int = 0) -> Announcement:
         """Start the server process, wait until it listens, and return its first message; raises a ConfigError if it
@@ -100,7 +96,7 @@ class EnvironmentServer:
         await self.close()
         self._folder = Path(tempfile.mkdtemp(prefix="rlightning.verifiers."))
         address = f"ipc://{self._folder}/server"
-        self._process = ManagedProcess(
+        self.process = ManagedProcess(
             python_command(LAUNCHER, interpreter=self._python),
             name="verifiers' server",
             log_file=self._folder / "log",
@@ -124,7 +120,7 @@ class EnvironmentServer:
         self._socket.connect(address)
         heartbeat = Heartbeat(intervals.POLL_INTERVAL)
         receiving = asyncio.ensure_future(self._receive(heartbeat))
-        self._tasks = [receiving, asyncio.ensure_future(self._watch(self._process, heartbeat, receiving))]
+        self._tasks = [receiving, asyncio.ensure_future(self._watch(self.process, heartbeat, receiving))]
         self.is_up = self.has_run = True
         return announced
 
@@ -138,7 +134,7 @@ class EnvironmentServer:
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             await asyncio.to_thread(process.terminate, CLOSE_GRACE)
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
@@ -165,7 +161,7 @@ class EnvironmentServer:
         return {**own, **paths, **modules, **self._variables}
 
     async def _exchange(self, settings: JsonObject) -> Announcement:
-        process = self._process
+        process = self.process
         assert process is not None
         reader, writer = await asyncio.open_connection(sock=process.connection, limit=MAX_ANNOUNCEMENT_BYTES)
         try:
