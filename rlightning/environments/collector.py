@@ -348,7 +348,7 @@ class Collector:
         """Requeue all started groups, and return their number."""
         if self._runner is None:
             return 0
-        num_groups, _ = self.in_flight.requeue_all()
+        num_groups = self.in_flight.requeue_all()
         self._runner.cancel(self._running)
         self._running = {}
         return num_groups
