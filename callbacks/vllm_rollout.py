@@ -30,8 +30,8 @@ from rlightning.rollout.engine_pool import EnginePool
 from rlightning.rollout.engine_relay import EngineNetwork
 from rlightning.rollout.in_flight import InFlight, SavedGroups
 from rlightning.rollout.model_files import ModelFiles, read_copies
-from rlightning.rollout.placement import COLLECTOR_RANK
-from rlightning.rollout.rank_engines import RankEngines, check_group_size, colocated_engines, standalone_engines
+from rlightning.rollout.placement import COLLECTOR_RANK, check_group_hosts
+from rlightning.rollout.rank_engines import RankEngines, colocated_engines, standalone_engines
 from rlightning.rollout.requests import check_requests, with_run_seed
 from rlightning.rollout.weight_sync import WeightSync
 from rlightning.run_dir import run_dir
@@ -238,7 +238,7 @@ class VLLMRollout(RolloutCallback):
                 self._network.close()
             self._engines = self._network = self._collector = None
 
-    def ray_engines(self) -> "RayEngines[VLLMRollout] | None":
+    def ray_engines(self) -> "RayEngines | None":
         """Return the engines as Ray actors; None if they share the actor's devices, or are running servers."""
         if self.options.placement != "standalone" or self.options.engines:
             return None
@@ -415,5 +415,5 @@ class VLLMRollout(RolloutCallback):
         """Check the configuration; return the data module's limit on prompt tokens."""
         self.options.check()
         if self.options.placement == "colocated":
-            check_group_size(self.options.devices_per_engine)
+            check_group_hosts(self.options.devices_per_engine)
         return super()._check(stage)
