@@ -32,7 +32,7 @@ from rlightning.rollout.in_flight import InFlight, SavedGroups
 from rlightning.rollout.model_files import ModelFiles, read_copies
 from rlightning.rollout.placement import COLLECTOR_RANK, check_group_hosts
 from rlightning.rollout.rank_engines import RankEngines, colocated_engines, standalone_engines
-from rlightning.rollout.requests import check_requests, with_run_seed
+from rlightning.rollout.requests import check_requests
 from rlightning.rollout.weight_sync import WeightSync
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, Trajectory
@@ -339,8 +339,11 @@ class VLLMRollout(RolloutCallback):
             self.in_flight.load_state_dict(state_dict.get("in_flight", {"groups": []}))
 
     def seeded_sampling(self, device: torch.device) -> Sampling:
-        """Return training's sampling parameters, with the run's seed only on the CPU: on a GPU it would slow vLLM."""
-        return with_run_seed(self.sampling, device)
+        """Return training's sampling parameters, with the run's seed only on the CPU.
+
+        On a GPU vLLM samples seeded requests one by one, which is slow.
+        """
+        return super().seeded_sampling(device) if device.type == "cpu" else self.sampling
 
     def collect_trajectories(
         self,
