@@ -143,8 +143,8 @@ class RayEngines:
             raise ConfigError(
                 f"rollout.num_engines={len(self.actors)}: their actors have not started in "
                 f"{intervals.ACTOR_START_TIMEOUT:g} s; free in the Ray cluster are "
-                f"{describe_resources(ray.available_resources())}. Lower num_engines or devices_per_engine, or "
-                "end what else runs there."
+                f"{describe_resources(ray.available_resources())}. Lower num_engines or "
+                "engine.tensor_parallel_size, or end what else runs there."
             ) from None
         options, sampling = self.callback.options, self.callback.sampling
         shared = None if self.runs else ray.put(module)
