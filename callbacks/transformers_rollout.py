@@ -55,7 +55,7 @@ class TransformersRollout(RolloutCallback):
         check_rules({f"rollout.max_sequences={max_sequences} must be at least 1": max_sequences >= 1})
         self.dtype, self.max_sequences = dtype, max_sequences
         self._sampler: Sampler | None = None
-        self._device, self._sampler_dtype = torch.device("cpu"), torch.float32
+        self._device = torch.device("cpu")
 
     @property
     def max_sequence_length(self) -> int:
@@ -93,7 +93,7 @@ class TransformersRollout(RolloutCallback):
         """Build the model on rank 0, without weights."""
         module = self._module
         dtype = self._resolve_dtype(device)
-        self._device, self._sampler_dtype = device, dtype
+        self._device = device
         self.verification.begin_run(module, self.max_sequence_length, dtype, device)
         runner, verifier, samplers = None, None, list[InProcessSampler]()
         if global_rank() == COLLECTOR_RANK:
@@ -121,7 +121,7 @@ class TransformersRollout(RolloutCallback):
         """Return a description of the sampler in one line; an empty string if there is no sampler."""
         if not self.is_set_up:
             return ""
-        dtype = str(self._sampler_dtype).removeprefix("torch.")
+        dtype = str(self._resolve_dtype(self._device)).removeprefix("torch.")
         return f"transformers in the trainer's process, {dtype}, {self.max_sequences} sequences at once"
 
     def _resolve_dtype(self, device: torch.device) -> torch.dtype:
