@@ -86,6 +86,8 @@ class EngineOptions:
             f"gpu_memory_utilization={self.memory_share} must be above 0 and at most 1": 0 < self.memory_share <= 1,
             f"bucket_bytes={self.bucket_bytes} must be at least 1": self.bucket_bytes >= 1,
             f"start_timeout={self.start_timeout} must be above 0 seconds": self.start_timeout > 0,
+            f"hang_timeout={self.hang_timeout:g} must be at least {MIN_HANG_TIMEOUT:g} s: the engine gives a heartbeat "
+            "every 2 s": self.hang_timeout >= MIN_HANG_TIMEOUT,
         }
         check_rules({f"rollout.{rule}": holds for rule, holds in rules.items()})
         for url in self.engines:
@@ -130,11 +132,6 @@ class EngineOptions:
             )
         if found.submodule_search_locations is None:
             raise ConfigError(f"{found.origin} hides the package vllm, which an engine needs. Rename it.")
-        if self.hang_timeout < MIN_HANG_TIMEOUT:
-            raise ConfigError(
-                f"rollout.hang_timeout={self.hang_timeout:g} must be at least {MIN_HANG_TIMEOUT:g} s: "
-                "the engine gives a heartbeat every 2 s."
-            )
         check_given(self.arguments)
         for url in self.engines:
             check_key(parse_url(url)[0], "rollout.engines")
