@@ -16,7 +16,7 @@ from rlightning.environments.collector import Collector
 from rlightning.environments.runner import EnvironmentRunner, HasEnvironmentNames, check_environment_names
 from rlightning.environments.turn_metrics import TurnTotals, turn_metrics
 from rlightning.environments.verification import TrajectoryVerifier, check_verifiable
-from rlightning.errors import ConfigError, check_rules
+from rlightning.errors import ConfigError, EngineError, check_rules
 from rlightning.hooks import RLCallback, check_repeated
 from rlightning.models import describe_length_limit, load_config
 from rlightning.parallel.collectives import any_rank, gather_objects
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 class RolloutCallback(RLCallback, Generator):
     """Base of callbacks that sample trajectories of a module's prompts with the actor's current weights.
 
-    A subclass starts its sampler in :meth:`start`, provides the :attr:`collector` that samples from it, and ends it in
+    A subclass starts its sampler in :meth:`start`, which also sets the collector that samples from it, and ends both in
     :meth:`close`.
 
     Args:
@@ -88,6 +88,9 @@ class RolloutCallback(RLCallback, Generator):
 
     runs_in = "workers"
     only_one = "rollout callback"
+
+    no_sampler = "There is no sampler: it has not been set up, or has been closed."
+    """Message of the error of calls that need a sampler."""
 
     def __init__(
         self,
@@ -148,11 +151,6 @@ class RolloutCallback(RLCallback, Generator):
 
     @property
     @abstractmethod
-    def is_set_up(self) -> bool:
-        """Whether a sampler has been started; it may not be ready yet."""
-
-    @property
-    @abstractmethod
     def max_sequence_length(self) -> int:
         """Maximum number of tokens of a sequence in the sampler.
 
@@ -177,13 +175,20 @@ class RolloutCallback(RLCallback, Generator):
         return self.sampling if self.sampling.seed is not None else replace(self.sampling, seed=run_seed())
 
     @property
-    @abstractmethod
+    def is_set_up(self) -> bool:
+        """Whether a sampler has been started; it may not be ready yet."""
+        return self._collector is not None
+
+    @property
     def collector(self) -> Collector:
         """This rank's :class:`Collector`: rank 0 samples all ranks' prompts, and each rank gets its trajectories.
 
         Raises:
             EngineError: there is no sampler.
         """
+        if self._collector is None:
+            raise EngineError(self.no_sampler)
+        return self._collector
 
     def make_runner(self, sampler: TokenSampler) -> EnvironmentRunner:
         """Return the runner of :attr:`environment`, whose turns ``sampler`` samples; called only on rank 0."""
@@ -390,9 +395,12 @@ class RolloutCallback(RLCallback, Generator):
     @property
     def prompt_format(self) -> PromptFormat:
         """The data module's settings for converting a row to a prompt; the defaults if it has none."""
-        datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None
-        found = datamodule.format if has(datamodule, HasPromptFormat) else None
+        found = self._datamodule.format if has(self._datamodule, HasPromptFormat) else None
         return found if isinstance(found, PromptFormat) else USUAL
+
+    @property
+    def _datamodule(self) -> object:
+        return self._trainer.datamodule if has(self._trainer, HasData) else None
 
     def _check(self, stage: str) -> int | None:
         """Check the configuration; return the data module's limit on prompt tokens."""
@@ -403,7 +411,7 @@ class RolloutCallback(RLCallback, Generator):
             )
         if stage == "fit" and self.verify_trajectories:
             check_verifiable(sampling)
-        datamodule = self._trainer.datamodule if has(self._trainer, HasData) else None
+        datamodule = self._datamodule
         if has(datamodule, HasEnvironmentNames):
             check_environment_names(self.environment, datamodule.environment_names)
         for chosen in datamodule.validation_sets if has(datamodule, HasValidationSets) else ():

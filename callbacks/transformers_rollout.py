@@ -25,8 +25,6 @@ from rlightning.rollout.transformers_sampler import MAX_PROMPT_TOKENS, Transform
 from rlightning.rollout.vllm.memory import read_engine
 from rlightning.rollout.weight_sync import WeightSync
 
-NO_SAMPLER = "There is no sampler: it has not been set up, or has been closed."
-
 
 class TransformersRollout(RolloutCallback):
     """Samples with a Hugging Face model in this process, on the actor's device; vLLM is not needed.
@@ -57,19 +55,7 @@ class TransformersRollout(RolloutCallback):
         check_rules({f"rollout.max_sequences={max_sequences} must be at least 1": max_sequences >= 1})
         self.dtype, self.max_sequences = dtype, max_sequences
         self._sampler: Sampler | None = None
-        self._device, self._sampler_dtype = torch.device("cpu"), torch.float32
-
-    @property
-    def is_set_up(self) -> bool:
-        """Whether a sampler has been started."""
-        return self._collector is not None
-
-    @property
-    def collector(self) -> Collector:
-        """This rank's :class:`Collector`: rank 0 samples all ranks' prompts, and each rank gets its trajectories."""
-        if self._collector is None:
-            raise EngineError(NO_SAMPLER)
-        return self._collector
+        self._device = torch.device("cpu")
 
     @property
     def max_sequence_length(self) -> int:
@@ -79,7 +65,7 @@ class TransformersRollout(RolloutCallback):
             EngineError: there is no sampler.
         """
         if self._policy is None:
-            raise EngineError(NO_SAMPLER)
+            raise EngineError(self.no_sampler)
         return int(self._policy.max_model_length)
 
     def plan_memory(self, work: Work, max_prompt_tokens: int) -> RolloutMemory:
@@ -107,7 +93,7 @@ class TransformersRollout(RolloutCallback):
         """Build the model on rank 0, without weights."""
         module = self._module
         dtype = self._resolve_dtype(device)
-        self._device, self._sampler_dtype = device, dtype
+        self._device = device
         self.verification.begin_run(module, self.max_sequence_length, dtype, device)
         runner, verifier, samplers = None, None, list[InProcessSampler]()
         if global_rank() == COLLECTOR_RANK:
@@ -133,9 +119,9 @@ class TransformersRollout(RolloutCallback):
 
     def describe(self) -> str:
         """Return a description of the sampler in one line; an empty string if there is no sampler."""
-        if self._collector is None:
+        if not self.is_set_up:
             return ""
-        dtype = str(self._sampler_dtype).removeprefix("torch.")
+        dtype = str(self._resolve_dtype(self._device)).removeprefix("torch.")
         return f"transformers in the trainer's process, {dtype}, {self.max_sequences} sequences at once"
 
     def _resolve_dtype(self, device: torch.device) -> torch.dtype:
@@ -156,7 +142,7 @@ class TransformersRollout(RolloutCallback):
 
     def sleep_sampler(self) -> None:
         """Free the sampler's copy of the weights if it shares the actor's device."""
-        if self._collector is None or not can_sleep(self._device):
+        if not self.is_set_up or not can_sleep(self._device):
             return
         if self._sampler is not None:
             self._sampler.sleep()

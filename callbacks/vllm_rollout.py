@@ -13,7 +13,6 @@ from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.environments.collector import Collector, StepPlan
-from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import EngineError
 from rlightning.hooks import fire
 from rlightning.lightning_internals import is_amid_step
@@ -31,9 +30,9 @@ from rlightning.rollout.engine_pool import EnginePool
 from rlightning.rollout.engine_relay import EngineNetwork
 from rlightning.rollout.in_flight import InFlight, SavedGroups
 from rlightning.rollout.model_files import ModelFiles, read_copies
-from rlightning.rollout.placement import COLLECTOR_RANK
-from rlightning.rollout.rank_engines import RankEngines, check_group_size, colocated_engines, standalone_engines
-from rlightning.rollout.requests import check_requests, with_run_seed
+from rlightning.rollout.placement import COLLECTOR_RANK, check_group_hosts
+from rlightning.rollout.rank_engines import RankEngines, colocated_engines, standalone_engines
+from rlightning.rollout.requests import check_requests
 from rlightning.rollout.weight_sync import WeightSync
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, Trajectory
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from rlightning.rollout.ray_engines import RayEngines
 
 log = logging.getLogger(__name__)
-
-NO_ENGINE = "There is no engine: it has not been set up, or has been closed."
 
 
 class VLLMRollout(RolloutCallback):
@@ -98,6 +95,8 @@ class VLLMRollout(RolloutCallback):
         kwargs: arguments of :class:`~rlightning.callbacks.RolloutCallback`.
     """
 
+    no_sampler = "There is no engine: it has not been set up, or has been closed."
+
     def __init__(
         self,
         *,
@@ -142,17 +141,11 @@ class VLLMRollout(RolloutCallback):
         self.last: dict[str, float] = {}
         self._engines: RankEngines | None = None
         self._network: EngineNetwork | None = None
-        self._runner: EnvironmentRunner | None = None  # set on rank 0 only
         self._bottleneck: BottleneckMonitor | None = None
         self._is_started = False
         self._room = MakeRoomForEngine()
 
     # Start and end of the engines
-
-    @property
-    def is_set_up(self) -> bool:
-        """Whether there are engines, which may not have been started yet."""
-        return self._engines is not None
 
     @property
     def max_sequence_length(self) -> int:
@@ -162,7 +155,7 @@ class VLLMRollout(RolloutCallback):
             EngineError: there is no engine.
         """
         if self._engines is None:
-            raise EngineError(NO_ENGINE)
+            raise EngineError(self.no_sampler)
         return int(self._engines.config.engine_args["max_model_len"])
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
@@ -187,9 +180,7 @@ class VLLMRollout(RolloutCallback):
             self._engines = standalone_engines(configs, keeps_cache=self.keeps_cache)
         else:
             self._engines = colocated_engines(configs, self.options.devices_per_engine)
-        self._collector = self._make_collector(self._engines, files)
-        if self._runner is not None:
-            self._runner.check()
+        self._connect(self._engines, files)
         self._bottleneck = BottleneckMonitor(self.max_staleness, len(configs), self.engines_key)
         config = self._engines.config
         self.verification.begin_run(module, config.engine_args["max_model_len"], config.dtype, config.device)
@@ -198,16 +189,17 @@ class VLLMRollout(RolloutCallback):
             self._start_engines()
         self._room.begin_run()
 
-    def _make_collector(self, engines: RankEngines, files: ModelFiles) -> Collector:
-        """Connect rank 0 to the engines of all ranks, and return the collector; a collective."""
+    def _connect(self, engines: RankEngines, files: ModelFiles) -> None:
+        """Connect rank 0 to the engines of all ranks, and create the collector; a collective."""
         self._network = EngineNetwork(engines.samplers, files)
         sync = partial(WeightSync, self._trainer, self._module, engines, self.verification, self._room)
         if global_rank() != COLLECTOR_RANK:
-            return Collector(None, self.in_flight, sync())
+            self._collector = Collector(None, self.in_flight, sync())
+            return
         pool = EnginePool(self._network.engines, lambda: collector.has_changed.set())
-        self._runner = runner = self.make_runner(pool)
+        runner = self.make_runner(pool)
         self.take_prefix_cache = partial(runner.loop.call, pool.take_prefix_cache)
-        collector = Collector(
+        self._collector = collector = Collector(
             runner,
             self.in_flight,
             sync(pool, runner.loop),
@@ -215,7 +207,7 @@ class VLLMRollout(RolloutCallback):
             max_failed_share=self.max_failed_share,
             verifier=self.make_verifier(pool, engines.config.dtype),
         )
-        return collector
+        runner.check()
 
     def on_fit_start(self, trainer: Loop, module: object) -> None:
         """If a logger is a web service, wait for the first engine, so that a failed start creates no run there."""
@@ -244,9 +236,9 @@ class VLLMRollout(RolloutCallback):
                 self._engines.close()
             if self._network is not None:
                 self._network.close()
-            self._engines = self._network = self._runner = self._collector = None
+            self._engines = self._network = self._collector = None
 
-    def ray_engines(self) -> "RayEngines[VLLMRollout] | None":
+    def ray_engines(self) -> "RayEngines | None":
         """Return the engines as Ray actors; None if they share the actor's devices, or are running servers."""
         if self.options.placement != "standalone" or self.options.engines:
             return None
@@ -347,8 +339,11 @@ class VLLMRollout(RolloutCallback):
             self.in_flight.load_state_dict(state_dict.get("in_flight", {"groups": []}))
 
     def seeded_sampling(self, device: torch.device) -> Sampling:
-        """Return training's sampling parameters, with the run's seed only on the CPU: on a GPU it would slow vLLM."""
-        return with_run_seed(self.sampling, device)
+        """Return training's sampling parameters, with the run's seed only on the CPU.
+
+        On a GPU vLLM samples seeded requests one by one, which is slow.
+        """
+        return super().seeded_sampling(device) if device.type == "cpu" else self.sampling
 
     def collect_trajectories(
         self,
@@ -400,10 +395,9 @@ class VLLMRollout(RolloutCallback):
     @property
     def collector(self) -> Collector:
         """This rank's :class:`Collector`, which rank 0 serves with trajectories; starts the engines if necessary."""
-        if self._collector is None:
-            raise EngineError(NO_ENGINE)
+        collector = super().collector
         self._start_engines()
-        return self._collector
+        return collector
 
     def _start_engines(self) -> None:
         """Start the engines once; returns before they are ready."""
@@ -424,5 +418,5 @@ class VLLMRollout(RolloutCallback):
         """Check the configuration; return the data module's limit on prompt tokens."""
         self.options.check()
         if self.options.placement == "colocated":
-            check_group_size(self.options.devices_per_engine)
+            check_group_hosts(self.options.devices_per_engine)
         return super()._check(stage)

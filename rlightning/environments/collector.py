@@ -338,7 +338,7 @@ class Collector:
 
     def _requeue_all(self) -> int:
         """Requeue all started groups, and return their number."""
-        num_groups, _ = self.in_flight.requeue_all()
+        num_groups = self.in_flight.requeue_all()
         self._cancel(list(self._running))
         return num_groups
 

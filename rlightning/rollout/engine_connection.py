@@ -108,10 +108,6 @@ class EngineConnection(ABC):
             A future; it fails with an EngineDiedError if the engine died, with another EngineError if the engine
             rejected the call.
         """
-        if self.death is not None:
-            answer: Future[Any] = Future()
-            answer.set_exception(self.death)
-            return answer
         return background_loop().submit(self.call(method, *arguments))
 
     async def call(self, method: str, *arguments: object) -> Any:

@@ -78,7 +78,7 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
 
 
 def _own_version() -> str:
-    """Return the version of the installed package; None if it is imported from a source tree."""
+    """Return the version of the installed package; "not installed" if it is imported from a source tree."""
     try:
         return version("rlightning")
     except PackageNotFoundError:

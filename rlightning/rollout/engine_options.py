@@ -23,10 +23,10 @@ from rlightning.protocols import AdapterSettings, HasAdapter, HasConfig, HasPlan
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
 from rlightning.rollout.engine_config import EngineArguments, EngineConfig
 from rlightning.rollout.model_files import read_copies
-from rlightning.rollout.placement import free_devices
+from rlightning.rollout.placement import check_group_size, free_devices
 from rlightning.rollout.sampler import MAX_SUPPORT, Sampling
 from rlightning.rollout.vllm.adapter_support import engine_arguments, find_obstacle, place_bytes, sent_bytes
-from rlightning.rollout.vllm.arguments import COUNTS, check_cpu, check_given, check_length
+from rlightning.rollout.vllm.arguments import COUNTS, check_given
 from rlightning.rollout.vllm.memory import EngineMemory, check_kv_cache, kv_cache_setting, read_engine
 from rlightning.rollout.vllm.settings import RolloutWork, check_engine_model, derive_settings, expert_settings
 from rlightning.rpc.authentication import parse_url
@@ -44,6 +44,8 @@ DEFAULT_PROMPTS = 256
 """Prompts of a step that are assumed for each engine if the module has no ``plan``."""
 MEMORY_SHARE = {"colocated": 0.45, "standalone": 0.9}
 """Default share of a device's memory for its engines, by ``rollout.placement``."""
+CHUNKING = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_scheduled_tokens")
+"""Engine arguments that cut prompts into chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ class EngineOptions:
             f"gpu_memory_utilization={self.memory_share} must be above 0 and at most 1": 0 < self.memory_share <= 1,
             f"bucket_bytes={self.bucket_bytes} must be at least 1": self.bucket_bytes >= 1,
             f"start_timeout={self.start_timeout} must be above 0 seconds": self.start_timeout > 0,
+            f"hang_timeout={self.hang_timeout:g} must be at least {MIN_HANG_TIMEOUT:g} s: the engine gives a heartbeat "
+            "every 2 s": self.hang_timeout >= MIN_HANG_TIMEOUT,
         }
         check_rules({f"rollout.{rule}": holds for rule, holds in rules.items()})
         for url in self.engines:
@@ -128,11 +132,6 @@ class EngineOptions:
             )
         if found.submodule_search_locations is None:
             raise ConfigError(f"{found.origin} hides the package vllm, which an engine needs. Rename it.")
-        if self.hang_timeout < MIN_HANG_TIMEOUT:
-            raise ConfigError(
-                f"rollout.hang_timeout={self.hang_timeout:g} must be at least {MIN_HANG_TIMEOUT:g} s: "
-                "the engine gives a heartbeat every 2 s."
-            )
         check_given(self.arguments)
         for url in self.engines:
             check_key(parse_url(url)[0], "rollout.engines")
@@ -211,7 +210,9 @@ class EngineOptions:
             arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": can_sleep}
             arguments |= expert_settings(model_config, given)
         else:
-            arguments |= self._cpu_arguments
+            # No compilation, which takes 30 s without a gain, and no process for a single worker.
+            backend = "uni" if self.devices_per_engine == 1 else "mp"
+            arguments |= {"enforce_eager": True, "distributed_executor_backend": backend}
         plan = module.plan if has(module, HasPlan) else None
         longest_prompt = max_prompt_tokens or module.max_model_length
         arguments |= derive_settings(self._work(plan, longest_prompt, num_engines), given, is_cuda=is_cuda)
@@ -233,12 +234,6 @@ class EngineOptions:
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
         )
-
-    @property
-    def _cpu_arguments(self) -> EngineArguments:
-        """Arguments for a CPU: no compilation, which takes 30 s without a gain, and no process for a single worker."""
-        backend = "uni" if self.devices_per_engine == 1 else "mp"
-        return {"enforce_eager": True, "distributed_executor_backend": backend}
 
     def adapter_obstacle(self, module: object) -> str | None:
         """Return why the adapter is merged for engines, not sent separately; None if it is sent, or there is none.
@@ -294,11 +289,7 @@ class EngineOptions:
         size, device = self.devices_per_engine, torch.device("cuda")
         if self.placement == "standalone":
             return None
-        if num_ranks % size:
-            raise ConfigError(
-                f"rollout.engine.tensor_parallel_size={size} runs one engine on the devices of {size} neighbouring "
-                f"ranks, but there are {num_ranks} ranks. Set trainer.devices to a multiple of {size}."
-            )
+        check_group_size(size, num_ranks)
         work = self._work(plan, max_prompt_tokens, num_ranks // size * self.num_engines)
         given = {"dtype": self.engine_dtype(device), "gpu_memory_utilization": self.memory_share / self.num_engines}
         arguments = {"max_model_len": longest} | derive_settings(work, given | self._given, is_cuda=True)
@@ -373,15 +364,33 @@ def derive_length(
     if needed <= LEAST_CANARY_LENGTH:
         needed, origin = LEAST_CANARY_LENGTH + 1, "what verifies the weights"
     needed = min(needed, limit)
-    check_length(given, needed, origin, limit)
-    return int(given.get("max_model_len") or (limit if max_prompt_tokens is None else needed))
+    length = given.get("max_model_len")
+    if length is None:
+        return limit if max_prompt_tokens is None else needed
+    if not needed <= length <= limit:
+        raise ConfigError(
+            f"rollout.engine.max_model_len={length} must be from {needed} ({origin}) to {limit}, the model's "
+            "positions. Leave it out."
+        )
+    return int(length)
 
 
 def read_prompts_whole(given: EngineArguments, arguments: EngineArguments) -> EngineArguments:
     """Return arguments that disable chunked prefill, with which vLLM crashes on a CPU if requests have seeds.
 
     For a chunk vLLM resets the random state by ``torch.Generator.get_offset``, which CPU generators lack.
+
+    Raises:
+        ConfigError: the user's arguments, ``given``, cut prompts into chunks.
     """
-    length = arguments["max_model_len"]
-    check_cpu(given, length)
+    rule = "vLLM on a CPU ends when it cuts the prompts of seeded requests into chunks"
+    for name in CHUNKING:
+        if given.get(name):
+            raise ConfigError(f"rollout.engine.{name}={given[name]} cannot be set on a CPU: {rule}. Leave it out.")
+    length, batch = arguments["max_model_len"], given.get("max_num_batched_tokens")
+    if batch is not None and batch < length:
+        raise ConfigError(
+            f"rollout.engine.max_num_batched_tokens={batch} must be at least max_model_len={length} on a CPU: {rule}. "
+            "Leave it out."
+        )
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(arguments["max_num_batched_tokens"], length)}

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlightning.errors import EngineDiedError, StreamLostError
-from rlightning.protocols import has
-from rlightning.rollout.prefix_cache import CountsPrefixCache, PrefixCacheUse
-from rlightning.rollout.sampler import OnTokens, Sampling, TokenSampler, follows_schemas
+from rlightning.rollout.engine import EngineSampler
+from rlightning.rollout.prefix_cache import PrefixCacheUse
+from rlightning.rollout.sampler import OnTokens, Sampling
 from rlightning.types import Sample
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class PooledEngine:
         num_starts: how often the engine has begun to serve.
     """
 
-    def __init__(self, engine: TokenSampler) -> None:
+    def __init__(self, engine: EngineSampler) -> None:
         self.engine = engine
         self.load = self.num_starts = 0
         self.is_serving = False
@@ -73,7 +73,9 @@ class EnginePool:
         on_death: called when a request fails because its engine is dead.
     """
 
-    def __init__(self, engines: Mapping[EngineId, TokenSampler], on_death: Callable[[], None]) -> None:
+    follows_schemas = EngineSampler.follows_schemas
+
+    def __init__(self, engines: Mapping[EngineId, EngineSampler], on_death: Callable[[], None]) -> None:
         self.members = {engine_id: PooledEngine(engine) for engine_id, engine in engines.items()}
         self._on_death = on_death
         self._engine_by_session: OrderedDict[str, PooledEngine] = OrderedDict()
@@ -83,11 +85,6 @@ class EnginePool:
     def num_serving(self) -> int:
         """Number of engines that receive requests."""
         return sum(member.is_serving for member in self.members.values())
-
-    @property
-    def follows_schemas(self) -> bool:
-        """Whether all engines follow JSON schemas (:class:`~rlightning.rollout.sampler.StructuredSampler`)."""
-        return all(follows_schemas(member.engine) for member in self.members.values())
 
     def set_serving(self, serving: Collection[EngineId]) -> None:
         """Send requests only to these engines from now on; requests that waited for an engine are sent."""
@@ -112,8 +109,7 @@ class EnginePool:
         """Return the numbers of prompt tokens, and of cached ones, since the last call."""
         total = PrefixCacheUse()
         for member in self.members.values():
-            if has(member.engine, CountsPrefixCache):
-                total.add(member.engine.prefix_cache.take())
+            total.add(member.engine.prefix_cache.take())
         return total
 
     async def sample(
@@ -138,7 +134,7 @@ class EnginePool:
             has_begun = True
             on_tokens(number, tokens)
 
-        async def request(engine: TokenSampler) -> list[Sample]:
+        async def request(engine: EngineSampler) -> list[Sample]:
             if has_begun:
                 raise StreamLostError("The engine died while its tokens were streamed.")
             forward = None if on_tokens is None else forward_tokens
@@ -150,7 +146,7 @@ class EnginePool:
         """Return log-probabilities from an engine (:meth:`TokenSampler.score`)."""
         return await self._request(lambda engine: engine.score(token_ids), 1, None)
 
-    async def _request(self, request: Callable[[TokenSampler], Awaitable[T]], load: int, session: str | None) -> T:
+    async def _request(self, request: Callable[[EngineSampler], Awaitable[T]], load: int, session: str | None) -> T:
         while True:
             await self._is_serving.wait()
             member = self._select(session)

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 
 from rlightning import intervals, rpc
 from rlightning.errors import EngineDiedError, RequestRefusedError
-from rlightning.parallel.collectives import gather_objects, global_rank, world_size
+from rlightning.parallel.collectives import gather_objects, global_rank
 from rlightning.processes.liveness import Deadline
 from rlightning.rollout.engine import Engine, EngineSampler
 from rlightning.rollout.engine_pool import EngineId
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.placement import COLLECTOR_RANK
-from rlightning.rollout.sampler import TokenSampler
 from rlightning.rollout.service import pack_arrays
 from rlightning.rollout.weights.rendezvous import find_own_address
 
@@ -128,20 +127,18 @@ class EngineNetwork:
     """
 
     def __init__(self, engines: Sequence[Engine], files: ModelFiles) -> None:
-        self.engines: dict[EngineId, TokenSampler] = {}
+        self.engines: dict[EngineId, EngineSampler] = {}
         self._relay: EngineRelay | None = None
         self._connections: list[RelayConnection] = []
-        key = rpc.new_key()
-        if world_size() > 1:
-            gathered = gather_objects((key, socket.gethostname()), name="engines")
-            key, hosts = gathered[COLLECTOR_RANK][0], {host for _, host in gathered}
-            if engines and global_rank() != COLLECTOR_RANK:
-                own = "127.0.0.1"
-                if len(hosts) > 1:  # the address from which rank 0's host is reached; the port does not matter
-                    own = find_own_address(os.environ.get("MASTER_ADDR", own), 9)
-                self._relay = EngineRelay(engines, own, key)
+        gathered = gather_objects((rpc.new_key(), socket.gethostname()), name="engines")
+        key, hosts = gathered[COLLECTOR_RANK][0], {host for _, host in gathered}
+        if engines and global_rank() != COLLECTOR_RANK:
+            own = "127.0.0.1"
+            if len(hosts) > 1:  # the address from which rank 0's host is reached; the port does not matter
+                own = find_own_address(os.environ.get("MASTER_ADDR", own), 9)
+            self._relay = EngineRelay(engines, own, key)
         relay = None if self._relay is None else (self._relay.url, len(engines))
-        relays = gather_objects(relay, name="engines") if world_size() > 1 else []
+        relays = gather_objects(relay, name="engines")
         if global_rank() != COLLECTOR_RANK:
             return
         self.engines |= {EngineId(COLLECTOR_RANK, number): engine for number, engine in enumerate(engines)}

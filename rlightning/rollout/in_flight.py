@@ -169,11 +169,12 @@ class InFlight:
         self._selected = []
         return running
 
-    def requeue_all(self) -> tuple[int, list[Group]]:
-        """Requeue all running and finished groups; return their number, and a list of the running ones."""
+    def requeue_all(self) -> int:
+        """Requeue all running and finished groups, and return their number."""
         waiting = set(self.waiting)
         started = [group for group in self._groups if group not in waiting]
-        return len(started), self._requeue(started)
+        self._requeue(started)
+        return len(started)
 
     def suspend(self) -> None:
         """Requeue the running groups that have no saved trajectories from which sampling could continue."""

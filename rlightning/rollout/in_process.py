@@ -60,12 +60,7 @@ class InProcessSamplers(RankSamplers):
 
     def __init__(self, samplers: Sequence[InProcessSampler], dtype: torch.dtype, *, can_sleep: bool) -> None:
         self.samplers = self.updated = samplers
-        self._dtype, self._can_sleep = dtype, can_sleep
-
-    @property
-    def can_sleep(self) -> bool:
-        """Whether the sampler shares the actor's device, and frees its memory while it is not needed."""
-        return self._can_sleep
+        self._dtype, self.can_sleep = dtype, can_sleep
 
     def states(self, weight_version: int) -> SamplerStates:
         """Return which of this rank's samplers have the weights of this version, and how many there are."""

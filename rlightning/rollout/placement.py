@@ -40,6 +40,31 @@ def lent_devices(own: torch.device, ranks: range) -> tuple[str, ...]:
     return tuple(names)
 
 
+def check_group_size(size: int, num_ranks: int) -> None:
+    """Raise a ConfigError if the ranks cannot be divided into groups of ``size`` that share an engine."""
+    if num_ranks % size:
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel_size={size} runs one engine on the devices of {size} neighbouring ranks, "
+            f"but there are {num_ranks} ranks. Set trainer.devices to a multiple of {size}."
+        )
+
+
+def check_group_hosts(size: int) -> None:
+    """Raise a ConfigError if :func:`check_group_size` does, or if the ranks of a group are on several hosts.
+
+    Every rank must call it.
+    """
+    if size == 1:
+        return
+    hosts = gather_objects(socket.gethostname(), name="hosts")
+    check_group_size(size, len(hosts))
+    if any(len(set(hosts[first : first + size])) > 1 for first in range(0, len(hosts), size)):
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel_size={size} runs one engine on the devices of {size} neighbouring ranks, "
+            "which must be on one host. Use a size that divides the ranks of each host."
+        )
+
+
 def free_devices(own: torch.device, num_engines: int, devices_per_engine: int) -> list[tuple[str, ...]]:
     """Return for each standalone engine the names of its CUDA devices, which no rank of this host uses; () on the CPU.
 

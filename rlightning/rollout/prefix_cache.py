@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from rlightning.rollout.engine_output import EngineOutput
 
@@ -39,11 +38,3 @@ class PrefixCacheUse:
         taken = PrefixCacheUse(self.num_tokens, self.num_cached)
         self.num_tokens = self.num_cached = 0
         return taken
-
-
-class CountsPrefixCache(Protocol):
-    """An engine that counts prompt tokens and those in its prefix cache, for the metrics of an EnginePool."""
-
-    @property
-    def prefix_cache(self) -> PrefixCacheUse:
-        """Counts of prompt tokens and cached ones since their last :meth:`PrefixCacheUse.take`."""

@@ -12,16 +12,15 @@
 """
 
 import logging
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 
 from rlightning import intervals
-from rlightning.errors import ConfigError, EngineDiedError, EngineError, EngineStartError
+from rlightning.errors import EngineDiedError, EngineError, EngineStartError
 from rlightning.parallel.barrier import barrier
-from rlightning.parallel.collectives import any_rank, gather_objects, global_rank, world_size
+from rlightning.parallel.collectives import any_rank, global_rank, world_size
 from rlightning.processes.liveness import RestartPolicy
 from rlightning.protocols import HasAdapter, has
 from rlightning.rollout.engine import Engine
@@ -73,7 +72,7 @@ class RankEngines(RankSamplers):
         is_shared: bool = False,
         keeps_cache: bool = True,
     ) -> None:
-        self.config, self.samplers = configs[0], list(engines)
+        self.config, self.samplers, self.can_sleep = configs[0], list(engines), configs[0].can_sleep
         self.is_colocated, self.is_shared, self.keeps_cache = is_colocated, is_shared, keeps_cache
         self.updated = []
         self.pause_seconds = 0.0
@@ -85,11 +84,6 @@ class RankEngines(RankSamplers):
         self._is_pausing = self._has_served = self._has_waited = False
 
     # Processes
-
-    @property
-    def can_sleep(self) -> bool:
-        """Whether engines free their device memory while they are not needed."""
-        return self.config.can_sleep
 
     def start(self) -> None:
         """Start the engines' processes; returns before they are up."""
@@ -222,13 +216,7 @@ class RankEngines(RankSamplers):
         )
 
     def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
-        """Send the actor's weights to each engine that lacks them; see :meth:`WeightUpdater.send_weights`.
-
-        Args:
-            source: source of the weights.
-            weight_version: version of the weights.
-            unproven: whether to send only to engines that have not yet been shown to apply an adapter.
-        """
+        """Send the actor's weights to each engine that lacks them (:meth:`RankSamplers.send_weights`)."""
         adapter_source = None
         if self.config.has_adapter:
             assert has(source, HasAdapter), "its adapter is what the engines were started for"
@@ -309,18 +297,3 @@ def standalone_engines(configs: Sequence[EngineConfig], *, keeps_cache: bool = T
         is_colocated=False,
         keeps_cache=keeps_cache,
     )
-
-
-def check_group_size(size: int) -> None:
-    """Raise a ConfigError if the ranks cannot be divided into groups of ``size`` that share an engine.
-
-    Every rank must call it.
-    """
-    if size == 1:
-        return
-    hosts = gather_objects(socket.gethostname(), name="hosts")
-    rule = f"rollout.engine.tensor_parallel_size={size} runs one engine on the devices of {size} neighbouring ranks"
-    if world_size() % size:
-        raise ConfigError(f"{rule}, but there are {world_size()} ranks. Set trainer.devices to a multiple of {size}.")
-    if any(len(set(hosts[first : first + size])) > 1 for first in range(0, len(hosts), size)):
-        raise ConfigError(f"{rule}, which must be on one host. Use a size that divides the ranks of each host.")

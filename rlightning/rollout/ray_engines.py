@@ -16,7 +16,7 @@ import secrets
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -84,17 +84,14 @@ class HasOptions(Protocol):
     sampling: Sampling
 
 
-C = TypeVar("C", bound=HasOptions)
-
-
-class RayEngines(Generic[C]):
+class RayEngines:
     """The standalone engines of a run as Ray actors, which outlive the training workers.
 
     Args:
         callback: the rollout callback that uses the engines.
     """
 
-    def __init__(self, callback: C) -> None:
+    def __init__(self, callback: HasOptions) -> None:
         self.callback = callback
         self.run_key: str | None = None
         self.actors: list[Any] = []
@@ -120,7 +117,7 @@ class RayEngines(Generic[C]):
                 "nodes."
             )
 
-    def start(self, module: object, max_prompt_tokens: int | None, folder: Path, driver: DriverContext) -> C:
+    def start(self, module: object, max_prompt_tokens: int | None, folder: Path, driver: DriverContext) -> HasOptions:
         """Start the engines unless they are running; return before they are up.
 
         Args:
@@ -146,8 +143,8 @@ class RayEngines(Generic[C]):
             raise ConfigError(
                 f"rollout.num_engines={len(self.actors)}: their actors have not started in "
                 f"{intervals.ACTOR_START_TIMEOUT:g} s; free in the Ray cluster are "
-                f"{describe_resources(ray.available_resources())}. Lower num_engines or devices_per_engine, or "
-                "end what else runs there."
+                f"{describe_resources(ray.available_resources())}. Lower num_engines or "
+                "engine.tensor_parallel_size, or end what else runs there."
             ) from None
         options, sampling = self.callback.options, self.callback.sampling
         shared = None if self.runs else ray.put(module)

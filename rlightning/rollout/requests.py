@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from rlightning.errors import ConfigError
 from rlightning.parallel.collectives import gather_objects, global_rank
 from rlightning.rollout.sampler import Sampling
-from rlightning.seeds import mix_seed, run_seed
+from rlightning.seeds import mix_seed
 from rlightning.types import Prompt
 
 if TYPE_CHECKING:
@@ -52,15 +50,6 @@ class RandomStreams:
         """Return each prompt with the number of its random stream, or 0 without a seed. Every rank must call it."""
         numbers = [0] * len(prompts) if sampling.seed is None else self.draw(prompts, weight_version)
         return list(zip(prompts, numbers, strict=True))
-
-
-def with_run_seed(sampling: Sampling, device: torch.device) -> Sampling:
-    """Return ``sampling`` with the seed of ``seed_everything``, unless ``sampling`` has a seed.
-
-    For a GPU ``sampling`` is returned unchanged: there vLLM samples seeded requests one by one, which is slow.
-    """
-    is_wanted = sampling.seed is None and device.type == "cpu"
-    return replace(sampling, seed=run_seed()) if is_wanted else sampling
 
 
 def group_sampling(sampling: Sampling, prompt: Prompt, stream: int) -> Sampling:

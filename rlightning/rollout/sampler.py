@@ -60,8 +60,11 @@ class Sampling:
     returns_supports: bool = True
 
     def __post_init__(self) -> None:
+        lowest, highest = TEMPERATURES  # below 0.01 vLLM samples at 0.01, while the trainer would divide by less
         rules = {
-            **temperature_rule(self.temperature),
+            f"temperature={self.temperature} must be 0, which is greedy, or from {lowest} to {highest:g}": (
+                self.temperature == 0 or lowest <= self.temperature <= highest
+            ),
             f"top_p={self.top_p} must be above 0 and at most 1": 0 < self.top_p <= 1,
             f"top_k={self.top_k} must be at least 0, where 0 means all tokens": self.top_k >= 0,
             f"min_p={self.min_p} must be in [0, 1]": 0 <= self.min_p <= 1,
@@ -106,16 +109,6 @@ def sampling_settings(num_samples: int, sampling: Sampling) -> dict[str, object]
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(sampling).items()}
     del values["seed"], values["json_schema"], values["returns_supports"]
     return {"model.samples_per_prompt": num_samples, **{f"rollout.{name}": value for name, value in values.items()}}
-
-
-def temperature_rule(temperature: float) -> dict[str, bool]:
-    """Return a dict for :func:`check_rules`: the text of the rule for temperatures, and whether this one satisfies it.
-
-    Below 0.01 vLLM samples at 0.01, while the trainer would divide by the smaller number.
-    """
-    lowest, highest = TEMPERATURES
-    rule = f"temperature={temperature} must be 0, which is greedy, or from {lowest} to {highest:g}"
-    return {rule: temperature == 0 or lowest <= temperature <= highest}
 
 
 OnCompleted = Callable[[Prompt, list[Trajectory]], None]

@@ -180,8 +180,7 @@ class TransformersSampler:
     def close(self) -> None:
         """End the thread; running requests fail. May be called twice."""
         with self._queue_lock:
-            self._fail([*self._waiting, *self._running], EngineError("The sampler has been closed."))
-            self._waiting.clear()
+            self._fail_requests(EngineError("The sampler has been closed."))
         self._thread.shutdown(cancel_futures=True)
 
     # Methods that run in the sampling thread, or start it
@@ -206,8 +205,7 @@ class TransformersSampler:
         except Exception as error:  # the error belongs to the requests, not to this thread
             with self._queue_lock:
                 self._is_working = False
-                self._fail([*self._waiting, *self._running], error)
-                self._waiting.clear()
+                self._fail_requests(error)
                 self._running.clear()
 
     @torch.inference_mode()
@@ -323,14 +321,15 @@ class TransformersSampler:
         for sequence in [sequence for sequence in self._running if sequence.request.done.done()]:
             self._remove(sequence)
 
-    @staticmethod
-    def _fail(sequences: Sequence[_Sequence], error: Exception) -> None:
+    def _fail_requests(self, error: Exception) -> None:
+        """Fail all requests, and drop those that wait; called with the lock of the queue."""
         if not isinstance(error, EngineError):
             failure = EngineError(f"The sampler failed: {error}")
             failure.__cause__, error = error, failure
-        for request in {sequence.request for sequence in sequences}:
+        for request in {sequence.request for sequence in (*self._waiting, *self._running)}:
             if not request.done.done():
                 request.done.set_exception(error)
+        self._waiting.clear()
 
 
 def can_sleep(device: torch.device) -> bool:

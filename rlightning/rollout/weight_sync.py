@@ -47,16 +47,13 @@ class RankSamplers(ABC):
         samplers: this rank's samplers; empty on a rank that only sends weights.
         updated: samplers that were sent weights in the last sync.
         is_colocated: whether weights are sent only while no sampler samples, and to all samplers.
+        can_sleep: whether samplers free their device memory while they are not needed.
     """
 
     samplers: Sequence[VerifiedSampler]
     updated: Sequence[VerifiedSampler]
     is_colocated: bool = True
-
-    @property
-    @abstractmethod
-    def can_sleep(self) -> bool:
-        """Whether samplers free their device memory while they are not needed."""
+    can_sleep: bool
 
     @property
     def dead(self) -> Sequence[int]:

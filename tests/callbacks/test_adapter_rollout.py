@@ -17,7 +17,6 @@ from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.errors import ConfigError, EngineError
 from rlightning.models import Adapter
 from rlightning.parallel.fsdp import FSDP
-from rlightning.rollout.vllm import adapter_support
 from rlightning.rollout.vllm.adapter_support import find_model_class, room_for, supports_adapters
 
 ADAPTER = Adapter(rank=4)
@@ -95,13 +94,6 @@ def test_adapter_support_is_read_in_vllms_source() -> None:
         assert place is not None and supports_adapters(*place)
     assert not supports_adapters("vllm.model_executor.models.interfaces", "SupportsPP")
     assert [room_for(rank) for rank in (1, 3, 8, 33, 512)] == [1, 8, 8, 64, 512]
-
-
-def test_vllm_version_without_adapter_support_is_told(engine_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = make_module(engine_model, adapter=ADAPTER)
-    monkeypatch.setitem(adapter_support.NEEDED, "vllm.lora.request", ("NoRequest",))
-    obstacle = make_rollout().options.adapter_obstacle(module)
-    assert obstacle is not None and "has no vllm.lora.request.NoRequest" in obstacle
 
 
 def test_engine_without_room_gets_merged_weights(engine_model: str) -> None:

@@ -141,9 +141,10 @@ class Asks(RLCallback):
         self.asked: list[tuple[str, int, set[int]]] = []
 
     def ask(self, moment: str) -> None:
-        assert self.rollout._runner is not None
+        runner = self.rollout.collector._runner
+        assert runner is not None
         prompt = Prompt(0, "1+1=", [2, 11, 2, 12], {})
-        trajectories = self.rollout._runner.submit(GroupRequest(prompt, Sampling(max_new_tokens=4), 2)).result()
+        trajectories = runner.submit(GroupRequest(prompt, Sampling(max_new_tokens=4), 2)).result()
         sampled = {int(version) for one in trajectories for version in one.completion.weight_versions}
         self.asked.append((moment, self.rollout._module.weight_version, sampled))
 

@@ -16,9 +16,7 @@ from rlightning.callbacks import VLLMRollout
 from rlightning.data import ValidationSet
 from rlightning.errors import ConfigError
 from rlightning.module import RLModule
-from rlightning.rollout import Sampling
 from rlightning.rollout.engine import Engine
-from rlightning.rollout.requests import with_run_seed
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +124,7 @@ def test_a_single_stop_string_is_not_taken_apart() -> None:
 def test_run_seed_reaches_requests_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    assert with_run_seed(Sampling(), cpu).seed is None
+    assert VLLMRollout().seeded_sampling(cpu).seed is None
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
-    assert [with_run_seed(Sampling(), device).seed for device in (cpu, gpu)] == [7, None]
-    assert with_run_seed(Sampling(seed=3), cpu).seed == 3
+    assert [VLLMRollout().seeded_sampling(device).seed for device in (cpu, gpu)] == [7, None]
+    assert VLLMRollout(seed=3).seeded_sampling(cpu).seed == 3

@@ -53,7 +53,8 @@ def run(
 
     async def start() -> None:
         engines, deaths = (kind(), HeldEngine()), list[None]()
-        pool = EnginePool(dict(zip((FIRST, SECOND), engines, strict=True)), lambda: deaths.append(None))
+        members: Any = dict(zip((FIRST, SECOND), engines, strict=True))
+        pool = EnginePool(members, lambda: deaths.append(None))
         pool.set_serving({FIRST, SECOND})
         await test(pool, *engines, deaths)
 

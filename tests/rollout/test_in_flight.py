@@ -186,7 +186,7 @@ def test_requeued_groups_draw_other_numbers() -> None:
     assert (running.stream > 1 << 50, finished.stream > 1 << 50, waiting.stream) == (True, True, 2)
     before = running.stream
     running.first_weight_version = 0
-    assert flight.requeue_all() == (1, [running])
+    assert flight.requeue_all() == 1
     assert running.stream > before and waiting.stream == 2
     assert flight.waiting == [running, finished, waiting] and flight.num_finished == 0
 

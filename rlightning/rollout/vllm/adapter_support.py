@@ -13,13 +13,6 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can allocate memory."""
 SUPPORTS = "SupportsLoRA"
 MODELS = "vllm.model_executor.models"
-NEEDED = {
-    "vllm.lora.layers": ("BaseLayerWithLoRA",),
-    "vllm.lora.lora_model": ("LoRAModel",),
-    "vllm.lora.peft_helper": ("PEFTHelper",),
-    "vllm.lora.request": ("LoRARequest",),
-}
-"""Names that rollout/vllm/adapters.py imports from vLLM, by module."""
 
 
 def room_for(rank: int) -> int:
@@ -55,9 +48,6 @@ def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | N
     """
     if adapter.rank > RANKS[-1]:
         return f"vLLM takes ranks of up to {RANKS[-1]}, not {adapter.rank}"
-    lacking = [f"{module}.{name}" for module, names in NEEDED.items() for name in names if not has_name(module, name)]
-    if lacking:
-        return f"this version of vLLM, too old or too new, has no {lacking[0]}"
     names = config.architectures or []
     found = next((place for name in names if (place := find_model_class(name)) is not None), None)
     if found is None:
@@ -103,9 +93,3 @@ def _absolute(node: ast.ImportFrom, module: str) -> str:
         return node.module or ""
     package = module.rsplit(".", node.level)[0]
     return f"{package}.{node.module}" if node.module else package
-
-
-@cache
-def has_name(module: str, name: str) -> bool:
-    """Return whether a module of vLLM defines or imports a class of this name."""
-    return re.search(rf"\b{name}\b", source_of(module)) is not None

@@ -57,8 +57,6 @@ COUNTS = (
 )  # fmt: skip
 EXECUTORS = ("mp", "uni")
 """Values of ``distributed_executor_backend`` whose workers end with the engine's process."""
-CHUNKING = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_scheduled_tokens")
-"""Engine arguments that cut prompts into chunks."""
 
 
 def check_given(given: EngineArguments) -> None:
@@ -81,37 +79,6 @@ def check_given(given: EngineArguments) -> None:
             raise ConfigError(f"{key}={value} must be a number, at least 1. Leave it out for what the run needs.")
         if name == "distributed_executor_backend" and value not in (None, *EXECUTORS):
             raise ConfigError(f"{key}={value} must be one of {', '.join(EXECUTORS)}. Leave it out.")
-
-
-def check_length(given: EngineArguments, needed: int, explanation: str, model_limit: int) -> None:
-    """Raise a ConfigError for a ``max_model_len`` below the run's longest sequence, or above the model's limit.
-
-    Args:
-        given: the user's arguments, ``rollout.engine``.
-        needed: tokens of the longest prompt and completion.
-        explanation: how ``needed`` is computed.
-        model_limit: the model's number of positions.
-    """
-    length = given.get("max_model_len")
-    if length is not None and not needed <= length <= model_limit:
-        raise ConfigError(
-            f"rollout.engine.max_model_len={length} must be from {needed} ({explanation}) to {model_limit}, the "
-            "model's positions. Leave it out."
-        )
-
-
-def check_cpu(given: EngineArguments, max_model_len: int) -> None:
-    """Raise a ConfigError for chunked prefill on a CPU, with which vLLM crashes if requests have seeds."""
-    rule = "vLLM on a CPU ends when it cuts the prompts of seeded requests into chunks"
-    for name in CHUNKING:
-        if given.get(name):
-            raise ConfigError(f"rollout.engine.{name}={given[name]} cannot be set on a CPU: {rule}. Leave it out.")
-    batch = given.get("max_num_batched_tokens")
-    if batch is not None and batch < max_model_len:
-        raise ConfigError(
-            f"rollout.engine.max_num_batched_tokens={batch} must be at least max_model_len={max_model_len} on a CPU: "
-            f"{rule}. Leave it out."
-        )
 
 
 @functools.cache

@@ -131,13 +131,6 @@ class ParentWatch:
             self._thread.join()
 
 
-async def serve(connection: int) -> None:
-    """Serve the trainer until the engine fails."""
-    host = EngineHost()
-    await serve_parent(connection, host.methods, check_alive=host.check_alive)
-    await host.failure
-
-
 def main() -> None:
     """Serve the trainer; the command-line arguments are a temporary folder, a socket and a pipe."""
     folder, connection, lifeline = sys.argv[1:4]
@@ -148,7 +141,9 @@ def main() -> None:
 
     async def run() -> None:
         try:
-            await serve(int(connection))
+            host = EngineHost()
+            await serve_parent(int(connection), host.methods, check_alive=host.check_alive)
+            await host.failure
         except Exception:  # into the log, which the trainer quotes
             traceback.print_exc()
         watch.finish()

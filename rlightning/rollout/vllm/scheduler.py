@@ -265,9 +265,6 @@ class RolloutScheduler(Scheduler):
         for name in self._limits:
             setattr(self, name, getattr(self, name) - number)
 
-    def _num_free_blocks(self) -> int:
-        return int(self.kv_cache_manager.block_pool.get_num_free_blocks())
-
     def _num_missing_blocks(self, awake: list[Request]) -> int:
         """Return how many more blocks than are free these requests may need in the next step; deferred ones need none.
 
@@ -279,7 +276,7 @@ class RolloutScheduler(Scheduler):
                 needed += request.num_tokens // self.block_size + 1 - request.num_computed_tokens // self.block_size
             elif request.num_computed_tokens % self.block_size == 0:
                 needed += 1
-        return needed - self._num_free_blocks()
+        return needed - int(self.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def _wake_last(self, number: int) -> None:
         """Return the last ``number`` deferred requests of ``running`` to vLLM's code, which may preempt them.

@@ -121,7 +121,7 @@ class VLLMServer:
         self._is_asleep = self._is_updating = False
         self._adapter = None
         if engine.vllm_config.lora_config is not None:
-            from rlightning.rollout.vllm.adapters import adapter_request  # not in every version of vLLM
+            from rlightning.rollout.vllm.adapters import adapter_request  # loading its layers takes a second
 
             self._adapter = adapter_request()
         self._admission = asyncio.Lock()
@@ -155,14 +155,7 @@ class VLLMServer:
             output_kind=RequestOutputKind.FINAL_ONLY if stream is None else RequestOutputKind.CUMULATIVE,
             detokenize=bool(sampling.get("stop")),
         )
-        if stream is None:
-            output, versions = await self._run(token_ids, params, has_versions=True)
-        else:
-            tokens = self._streams.setdefault(stream, TokenStream())
-            try:
-                output, versions = await self._run(token_ids, params, has_versions=True, stream=tokens)
-            finally:
-                self._streams.pop(stream, None)
+        output, versions = await self._run(token_ids, params, stream)
         async with self._conversion:
             return [
                 _read_output(one, one_versions, output.num_cached_tokens or 0, max_support)
@@ -188,7 +181,7 @@ class VLLMServer:
         params = SamplingParams(
             max_tokens=1, temperature=0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False
         )
-        output, _ = await self._run(token_ids, params, has_versions=False)
+        output, _ = await self._run(token_ids, params)
         entries = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
         return [0.0, *(entry[token].logprob for token, entry in entries)]
 
@@ -270,34 +263,28 @@ class VLLMServer:
         await self.engine.collective_rpc("rl_ping")
 
     async def _run(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        has_versions: bool,
-        stream: TokenStream | None = None,
+        self, token_ids: Sequence[int], params: SamplingParams, stream: str | None = None
     ) -> tuple[Any, list[NDArray[np.int32]]]:
-        """Return vLLM's output for one prompt and, if ``has_versions``, the weight version of each sample's tokens."""
+        """Return vLLM's output for one prompt, and the weight version of each sample's tokens."""
         self._num_requests += 1
         request_id = str(self._num_requests)
         collector = None
         lengths: list[int] = []
+        tokens = TokenStream() if stream is None else self._streams.setdefault(stream, TokenStream())
         try:
             async with self._admission:
-                if has_versions:
-                    self.versions.begin(request_id, params.n)
+                self.versions.begin(request_id, params.n)
                 # The salt keeps the request from using keys and values that other weights computed for the same prompt.
                 prompt: Any = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._num_updates)}
                 collector = await self.engine.add_request(request_id, prompt, params, lora_request=self._adapter)
                 if params.detokenize and params.logprobs:
                     self._decode_no_supports(request_id)
-            output: Any = await collector.get()  # FINAL_ONLY: there is one
-            if stream is not None:
-                stream.add(output.outputs)
-                while not output.finished:
-                    output = await collector.get()
-                    stream.add(output.outputs)
-                output.outputs = stream.outputs
+            is_finished = False
+            while not is_finished:
+                output: Any = await collector.get()
+                tokens.add(output.outputs)
+                is_finished = output.finished
+            output.outputs = tokens.outputs
             lengths = [len(one.token_ids) for one in output.outputs]
         except asyncio.CancelledError:
             # With vLLM's own name for the request, vLLM also forgets samples that have finished.
@@ -305,6 +292,8 @@ class VLLMServer:
             raise
         finally:
             versions = self.versions.end(request_id, lengths)
+            if stream is not None:
+                self._streams.pop(stream, None)
         return output, versions
 
     def _decode_no_supports(self, request_id: str) -> None:
@@ -331,8 +320,13 @@ class VLLMServer:
 def _read_output(
     output: CompletionOutput, versions: NDArray[np.int32], num_cached_tokens: int, max_support: int
 ) -> EngineOutput:
-    assert isinstance(output.logprobs, FlatLogprobs), "flat_logprobs=True"
-    logprobs, supports = _read_logprobs(output.logprobs, max_support)
+    flat, supports = output.logprobs, None
+    assert isinstance(flat, FlatLogprobs), "flat_logprobs=True"
+    if max_support:
+        logprobs, token_ids, sizes = read_supports(flat, max_support)
+        supports = token_ids, sizes
+    else:  # one entry for each position: the sampled token
+        logprobs = np.asarray(flat.logprobs, np.float32)
     return {
         "token_ids": np.asarray(output.token_ids, np.int64),
         "logprobs": logprobs,
@@ -341,15 +335,6 @@ def _read_output(
         "num_cached_tokens": num_cached_tokens,
         "supports": supports,
     }
-
-
-def _read_logprobs(
-    flat: FlatLogprobs, max_support: int
-) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]] | None]:
-    if not max_support:  # one entry for each position: the sampled token
-        return np.asarray(flat.logprobs, np.float32), None
-    logprobs, token_ids, sizes = read_supports(flat, max_support)
-    return logprobs, (token_ids, sizes)
 
 
 def describe_faults(reports: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:

@@ -8,7 +8,6 @@ from rlightning.errors import ConfigError
 from rlightning.models.counts import num_experts, read_setting
 from rlightning.models.rotary import describe_longrope_gap
 from rlightning.rollout.engine_config import EngineArguments
-from rlightning.rollout.vllm.arguments import argument_names
 
 MOST_SEQUENCES = {"cuda": 1024, "cpu": 256}
 """Maximum number of an engine's concurrent sequences: on an H200 more are not faster (docs/measurements.md)."""
@@ -83,8 +82,7 @@ def expert_settings(config: PreTrainedConfig | None, given: EngineArguments) -> 
     Raises:
         ConfigError: ``given`` names a kernel that reorders weights.
     """
-    has_experts = config is not None and num_experts(config) > 0
-    if not has_experts or "moe_backend" not in argument_names():
+    if config is None or not num_experts(config):
         return {}
     backend = given.get("moe_backend") or STORED_ORDER[0]
     if backend not in STORED_ORDER:
