@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlightning.parallel.barrier import barrier
 from rlightning.parallel.collectives import all_to_all_objects
 from rlightning.parallel.device import shareable_memory
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
-from rlightning.rollout.weights.source import ChunkPlan, WeightSource
+from rlightning.rollout.weights.source import ChunkPlan
 
 
 class SharedMemorySender(WeightSender):
@@ -25,50 +24,35 @@ class SharedMemorySender(WeightSender):
         plan: plan of the weights.
         device: device of the engines: the CPU, or the actor's CUDA device.
         ranks: consecutive ranks whose buckets the workers of one engine read, one for each worker. If not empty, all
-            ranks of the run must create and fill their senders at the same time.
-        destination: this rank, if only this rank has a bucket, and the others send their shards by
-            :class:`~rlightning.rollout.weights.transports.ShardSender`.
+            ranks of the run must create their senders at the same time.
+        destination: this rank, if only this rank has a bucket, and the others send their shards by a
+            plain :class:`WeightSender`.
     """
 
     def __init__(
         self, plan: ChunkPlan, device: torch.device, *, ranks: Sequence[int] = (), destination: int | None = None
     ) -> None:
-        self.plan, self.destination = plan, destination
-        self._num_ranks = len(ranks)
         self._fd: int | None = None
         if device.type == "cuda":
             from torch.multiprocessing.reductions import reduce_tensor
 
             with shareable_memory():
-                self.bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
-            location: CUDAMemory | MemoryFile = CUDAMemory(*reduce_tensor(self.bucket))
+                bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+            location: CUDAMemory | MemoryFile = CUDAMemory(*reduce_tensor(bucket))
         else:
             self._fd = os.memfd_create("rlightning-weights")
             os.ftruncate(self._fd, plan.num_bytes)
-            self.bucket = torch.frombuffer(mmap.mmap(self._fd, plan.num_bytes), dtype=torch.uint8)
+            bucket = torch.frombuffer(mmap.mmap(self._fd, plan.num_bytes), dtype=torch.uint8)
             location = MemoryFile(os.getpid(), self._fd)
+        super().__init__(plan, bucket, destination=destination)
         receiver = SharedMemoryReceiver(plan, location)
         self._receivers = [receiver]
-        if self._num_ranks > 1:
+        if len(ranks) > 1:
             self._receivers = list(all_to_all_objects({ranks[0]: receiver}, name="weight buckets").values())
 
     def make_receivers(self, devices: Sequence[str]) -> "list[SharedMemoryReceiver]":
         """Return a receiver for each worker, which reads the bucket of its own rank."""
         return [self._receivers[worker % len(self._receivers)] for worker in range(len(devices))]
-
-    def fill(self, source: WeightSource) -> Iterator[int]:
-        """Fill the bucket with each chunk, and yield the chunk's index when the workers may read it.
-
-        With several ranks, every rank must iterate over all chunks.
-        """
-        for chunk in super().fill(source):
-            self._meet("weights in the bucket")
-            yield chunk
-            self._meet("weights in the engine")
-
-    def _meet(self, name: str) -> None:
-        if self._num_ranks > 1:
-            barrier(name)
 
     def close(self) -> None:
         """Free the bucket."""
