@@ -2,27 +2,25 @@
 
 ::
 
-    trainer, every rank                       an engine's process                    each of its workers
+    trainer, every rank                        an engine's process                   each of its workers
     WeightSync.sync_weights, _send
     RankEngines.update_weights
       WeightUpdater.update_weights
-        WeightSender.fill: gather
-          a chunk into the bucket
-        EngineConnection.submit, call
-          receive_weights(chunk) -----------> VLLMServer.receive_weights ----------> rl_receive_weights
-          WeightSender.send  ====== the bucket's bytes, by the transport ==========> WeightReceiver.receive
+        _connect, if the engines are not those of the update before:
+          WeightSender.make_receivers
+          open_weight_receivers -------------> VLLMServer.open_weight_receivers ---> rl_open_receiver
+          WeightSender.connect <===================================================> WeightReceiver.open
+        for each chunk:
+          WeightSender.fill: gather it into the bucket
+          receive_weights -------------------> VLLMServer.receive_weights ---------> rl_receive_weights
+          WeightSender.send  ==== the bucket's bytes, by the transport ============> WeightReceiver.receive
                                                                                      model.load_weights
         on_loaded: room for the KV cache
-          finish_weight_update(version) ----> VLLMServer.finish_weight_update
+        finish_weight_update ----------------> VLLMServer.finish_weight_update
 
-If the engines are not those of the update before, it begins with:
-
-        _connect: WeightSender.make_receivers
-          open_weight_receivers ------------> VLLMServer.open_weight_receivers ----> rl_open_receiver
-          WeightSender.connect <===================================================> WeightReceiver.open
-
-The first chunk pauses the engine's requests, or wakes a sleeping engine, and ``finish_weight_update`` continues with
-the new version.
+``-->`` is :meth:`EngineConnection.submit`: one message to each engine for each chunk, and one at the end. The first
+chunk pauses the engine's requests, or wakes a sleeping engine, and ``finish_weight_update`` continues with the new
+version.
 
 A transport is a sender in the trainer, and receivers, which the sender makes and the workers open:
 :mod:`~rlightning.rollout.weights.transports` chooses one.
