@@ -139,21 +139,6 @@ class EngineConnection(ABC):
         """The name of each worker's device, unique over all hosts (:attr:`UpdatableEngine.worker_devices`)."""
         return self.config.worker_devices
 
-    def open_weight_receivers(self, receivers: list[bytes]) -> "Future[None]":
-        """Send each worker its pickled weight receiver to open (:meth:`UpdatableEngine.open_weight_receivers`)."""
-        return self.submit("open_weight_receivers", receivers)
-
-    def receive_weights(self, chunk: int) -> "Future[list[str]]":
-        """Have the engine load a chunk of weights (:meth:`UpdatableEngine.receive_weights`).
-
-        The future's result is empty, except for descriptions of the model's faults after the last chunk.
-        """
-        return self.submit("receive_weights", chunk)
-
-    def finish_weight_update(self, version: int, keeps_cache: bool) -> "Future[None]":
-        """Have the engine sample from the loaded weights (:meth:`UpdatableEngine.finish_weight_update`)."""
-        return self.submit("finish_weight_update", version, keeps_cache)
-
     # Start and end of the connection
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Weight syncs of a sampler in the trainer's process: rank 0 has the sampler, the other ranks send their shards."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ class InProcessSamplers(RankSamplers):
     samplers: Sequence[InProcessSampler]
 
     def __init__(self, samplers: Sequence[InProcessSampler], dtype: torch.dtype, *, can_sleep: bool) -> None:
-        self.samplers = self.updated = samplers
+        self.samplers = samplers
         self._dtype, self.can_sleep = dtype, can_sleep
 
     def states(self, weight_version: int) -> SamplerStates:
@@ -73,18 +73,19 @@ class InProcessSamplers(RankSamplers):
         for one in self.samplers:
             one.sampler.sleep()
 
-    def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
-        """Send the actor's weights to the sampler (:meth:`RankSamplers.send_weights`)."""
+    def update_weights(
+        self, source: WeightSource, weight_version: int, on_loaded: Callable[[], None], *, unproven: bool = False
+    ) -> Sequence[InProcessSampler]:
+        """Send the actor's weights to the sampler (:meth:`RankSamplers.update_weights`)."""
         for one in self.samplers:
             one.sampler.wake()
             one.sampler.update_weights(source, weight_version)
         if not self.samplers:
             send_shards(source, self._dtype)
-
-    def activate_weights(self, weight_version: int) -> None:
-        """Set the weight version; the sampler already uses the weights (:meth:`RankSamplers.activate_weights`)."""
+        on_loaded()
         for one in self.samplers:
             one.weight_version = weight_version
+        return self.samplers
 
 
 @torch.no_grad()

@@ -25,7 +25,6 @@ from rlightning.processes.liveness import RestartPolicy
 from rlightning.protocols import HasAdapter, has
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.engine_connection import EngineConnection
 from rlightning.rollout.placement import COLLECTOR_RANK, lent_devices
 from rlightning.rollout.weight_sync import RankSamplers, SamplerStates
 from rlightning.rollout.weights import WeightSource
@@ -55,12 +54,10 @@ class RankEngines(RankSamplers):
         keeps_cache: see :class:`~rlightning.rollout.weights.driver.WeightUpdater`.
 
     Attributes:
-        updated: engines that were sent weights in the last sync.
         pause_seconds: seconds for which the last weight sync paused engines that were sampling.
     """
 
     samplers: list[Engine]
-    updated: list[Engine]
 
     def __init__(
         self,
@@ -74,14 +71,12 @@ class RankEngines(RankSamplers):
     ) -> None:
         self.config, self.samplers, self.can_sleep = configs[0], list(engines), configs[0].can_sleep
         self.is_colocated, self.is_shared, self.keeps_cache = is_colocated, is_shared, keeps_cache
-        self.updated = []
         self.pause_seconds = 0.0
         self._make_sender = make_sender
         self._updater: WeightUpdater | None = None
         self._restarts = [RestartPolicy(MAX_RESTARTS) for _ in engines]
         self._lost: dict[int, EngineError] = {}  # indices of the engines that are not restarted
-        self._sent: dict[Engine, EngineConnection] = {}
-        self._is_pausing = self._has_served = self._has_waited = False
+        self._has_served = self._has_waited = False
 
     # Processes
 
@@ -175,7 +170,8 @@ class RankEngines(RankSamplers):
     def sleep(self) -> None:
         """Have the engines free their device memory. An engine that dies meanwhile is detected at the next sync."""
         self._sleep([engine for engine in self.samplers if engine.is_alive])
-        self._synchronize("engine sleeps")
+        if self.is_shared:
+            barrier("engine sleeps")
 
     def sleep_before_sync(self) -> None:
         """Have engines with weights free their memory, which a weight sync of other engines needs."""
@@ -215,50 +211,38 @@ class RankEngines(RankSamplers):
             error=next(reversed(self._lost.values()), None),
         )
 
-    def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
-        """Send the actor's weights to each engine that lacks them (:meth:`RankSamplers.send_weights`)."""
-        adapter_source = None
-        if self.config.has_adapter:
-            assert has(source, HasAdapter), "its adapter is what the engines were started for"
-            source = adapter_source = AdapterSource(source)
+    def update_weights(
+        self, source: WeightSource, weight_version: int, on_loaded: Callable[[], None], *, unproven: bool = False
+    ) -> Sequence[Engine]:
+        """Send the actor's weights to each engine that lacks them (:meth:`RankSamplers.update_weights`)."""
         self._has_waited = True  # the run has begun: from now on one engine that is up suffices
-        if self._updater is None:
-            self._updater = WeightUpdater(self._make_sender(source), keeps_cache=self.keeps_cache)
         stale = [engine for engine in self.living if engine.is_up and engine.weight_version != weight_version]
         if unproven:
             stale = [engine for engine in stale if not engine.is_proven]
-        if adapter_source is not None:
+        if self.config.has_adapter:
+            assert has(source, HasAdapter), "its adapter is what the engines were started for"
             lacks_base = any(not engine.has_base for engine in stale)
-            adapter_source.has_base = any_rank(lacks_base, name="engines lack the base")
-        self._is_pausing = any(engine.weight_version is not None for engine in stale)
+            source = AdapterSource(source, has_base=any_rank(lacks_base, name="engines lack the base"))
+        if self._updater is None:
+            sender = self._make_sender(source)
+            self._updater = WeightUpdater(sender, keeps_cache=self.keeps_cache, is_shared=self.is_shared)
+        is_pausing = any(engine.weight_version is not None for engine in stale)
         if self.is_colocated:
             for engine in stale:
                 engine.weight_version = None
-        self._sent = {engine: engine.process for engine in stale if engine.process is not None}
-        self._updater.send_weights(source, list(self._sent.values()))
-
-    def activate_weights(self, weight_version: int) -> None:
-        """Let the engines sample from the weights that were sent to them; an engine that died meanwhile has none."""
-        assert self._updater is not None, "send_weights comes first"
-        self._synchronize("engine takes its KV cache")
-        complete = self._updater.activate_weights(weight_version)
-        if complete and self._is_pausing:
+        processes = [engine.process for engine in stale if engine.process is not None]
+        complete = self._updater.update_weights(source, weight_version, processes, on_loaded)
+        if complete and is_pausing:
             self.pause_seconds = self._updater.seconds
-        self.updated = []
-        for engine, process in self._sent.items():
-            if engine.process is process:
-                engine.weight_version = weight_version if process in complete else None
-                engine.has_base |= process in complete
-                self.updated += [engine] if process in complete else []
-        self._has_served |= bool(self.updated)
+        updated = [engine for engine in stale if engine.process in complete]
+        for engine in stale:
+            engine.weight_version = weight_version if engine in updated else None
+        for engine in updated:
+            engine.has_base = self._has_served = True
+        return updated
 
     def _describe(self, number: int) -> str:
         return f"Engine {number}" if world_size() == 1 else f"Engine {number} of rank {global_rank()}"
-
-    def _synchronize(self, name: str) -> None:
-        """Wait for the ranks that share an engine."""
-        if self.is_shared:
-            barrier(name)
 
 
 def colocated_engines(configs: Sequence[EngineConfig], num_ranks: int = 1) -> RankEngines:

@@ -5,8 +5,9 @@ trainer's process (:class:`~rlightning.rollout.in_process.InProcessSamplers`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import NamedTuple
 
 from rlightning.errors import EngineDiedError, EngineError
@@ -45,13 +46,11 @@ class RankSamplers(ABC):
 
     Attributes:
         samplers: this rank's samplers; empty on a rank that only sends weights.
-        updated: samplers that were sent weights in the last sync.
         is_colocated: whether weights are sent only while no sampler samples, and to all samplers.
         can_sleep: whether samplers free their device memory while they are not needed.
     """
 
     samplers: Sequence[VerifiedSampler]
-    updated: Sequence[VerifiedSampler]
     is_colocated: bool = True
     can_sleep: bool
 
@@ -86,18 +85,20 @@ class RankSamplers(ABC):
         """Free the memory of samplers that have weights, since a weight sync of other samplers needs it."""
 
     @abstractmethod
-    def send_weights(self, source: WeightSource, weight_version: int, *, unproven: bool = False) -> None:
-        """Send the actor's weights to each sampler that lacks them; every rank must call it.
+    def update_weights(
+        self, source: WeightSource, weight_version: int, on_loaded: Callable[[], None], *, unproven: bool = False
+    ) -> Sequence[VerifiedSampler]:
+        """Have each sampler that lacks the actor's weights load them and sample from them; every rank must call it.
 
         Args:
             source: source of the weights.
             weight_version: version of the weights.
+            on_loaded: called when the samplers have the weights; engines then allocate their KV cache.
             unproven: whether to send only to samplers that have not yet been shown to apply an adapter.
-        """
 
-    @abstractmethod
-    def activate_weights(self, weight_version: int) -> None:
-        """Let the samplers sample from the weights that were sent to them; one that died meanwhile has none."""
+        Returns:
+            The samplers that sample from the weights; one that died meanwhile has none.
+        """
 
 
 class WeightSync:
@@ -146,7 +147,8 @@ class WeightSync:
                 break
             if samplers.can_sleep and any(state.serving for state in states):
                 samplers.sleep_before_sync()  # they use memory that the actor needs for the sync of others
-            self._sync()
+            self._prove_adapter()
+            self._send()
         if self._pool is not None and self._loop is not None:
             serving = {EngineId(rank, number) for rank, state in enumerate(states) for number in state.serving}
             self._loop.call(self._pool.set_serving, serving)
@@ -175,42 +177,48 @@ class WeightSync:
             self._samplers.wait_for_start()
             fire(self._trainer, self._module, "on_engine_ready")
 
-    def _sync(self) -> None:
-        """Send the actor's weights; a collective, even if only one rank has an engine that needs them.
-
-        Engines that have not yet been shown to apply an adapter are first sent a test adapter, since a new adapter does
-        not change the outputs.
-        """
-        samplers = self._samplers
-        if self._verification.needs_proof(self._module, samplers.samplers):
-            self._send(is_proof=True)
-            if samplers.can_sleep:
-                samplers.sleep_before_sync()
-            for sampler in samplers.updated:  # it gets other weights next
+    def _prove_adapter(self) -> None:
+        """Send a test adapter to engines that have not yet been shown to apply one; a new one changes no outputs."""
+        if self._verification.needs_proof(self._module, self._samplers.samplers):
+            updated = self._send(is_proof=True)
+            if self._samplers.can_sleep:
+                self._samplers.sleep_before_sync()
+            for sampler in updated:  # it gets other weights next
                 sampler.weight_version, sampler.is_verified = None, False
-        self._send()
 
-    def _send(self, *, is_proof: bool = False) -> None:
+    def _send(self, *, is_proof: bool = False) -> Sequence[VerifiedSampler]:
+        """Send the actor's weights, or a test adapter; a collective, even if only one rank has an engine that needs it.
+
+        Returns:
+            The samplers of this rank that sample from them.
+        """
         trainer, module, samplers, version = self._trainer, self._module, self._samplers, self._module.weight_version
         fire(trainer, module, "on_weight_sync_start", version)
         if samplers.can_sleep:
             self._memory.on_weight_sync_start(trainer, module, version)
-        with module.perturbed_adapter() if is_proof and has(module, HasAdapter) else nullcontext():
+        with ExitStack() as perturbation:
+            if is_proof and has(module, HasAdapter):
+                perturbation.enter_context(module.perturbed_adapter())
             # Before the engine wakes: afterwards the actor's memory may be offloaded.
             is_due = self._verification.evaluate(module, samplers.samplers, is_proof=is_proof)
             self._wait_for_start()
-            samplers.send_weights(module, version, unproven=is_proof)
-        if samplers.can_sleep:
-            fire(trainer, module, "on_engine_wake")
-            self._memory.on_engine_wake(trainer, module)
-        samplers.activate_weights(version)
-        for sampler in samplers.updated if is_due else ():
+            on_loaded = partial(self._make_room, perturbation)
+            updated = samplers.update_weights(module, version, on_loaded, unproven=is_proof)
+        for sampler in updated if is_due else ():
             with suppress(EngineDiedError):  # its death is detected at the next sync
                 self._verification.verify(module, sampler)
                 sampler.is_proven |= is_proof
         if samplers.can_sleep:
             self._memory.on_weight_sync_end(trainer, module, version)
         fire(trainer, module, "on_weight_sync_end", version)
+        return updated
+
+    def _make_room(self, perturbation: ExitStack) -> None:
+        """Free device memory for KV caches, once the engines have the weights; ``perturbation`` ends before."""
+        perturbation.close()
+        if self._samplers.can_sleep:
+            fire(self._trainer, self._module, "on_engine_wake")
+            self._memory.on_engine_wake(self._trainer, self._module)
 
 
 def check_living(states: Sequence[SamplerStates]) -> None:

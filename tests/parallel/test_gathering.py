@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from rlightning.parallel import gathering
 from rlightning.parallel.gathering import gather_into, local_box, split_by_bytes
 from rlightning.rollout.weights import plan_chunks
-from rlightning.rollout.weights.source import fill_bucket
+from rlightning.rollout.weights.driver import WeightSender
 
 MESHES = [
     # (replicate, shard, tensor parallel), 0 where the mesh has no such dimension, over four ranks
@@ -161,7 +161,7 @@ def check_bucket(folder: Path) -> None:
     bucket = torch.empty(plan.num_bytes, dtype=torch.uint8)
     weights = dict(make_net().named_parameters())
     seen = []
-    for index in fill_bucket(plan, bucket, source):
+    for index in WeightSender(plan, bucket).fill(source):
         seen += [slot.name for slot in plan.chunks[index]]
         assert source.taken == seen
         for name, tensor in plan.tensors(bucket, index):

@@ -154,20 +154,14 @@ class Weights(dict[str, Tensor]):
 
 def send(engine: Engine, source: WeightSource, weight_version: int) -> None:
     """Let the engine load a source's weights through a bucket of their own, and serve with them."""
-    load(engine, source).activate_weights(weight_version)
-    engine.weight_version = weight_version
-
-
-def load(engine: Engine, source: WeightSource) -> WeightUpdater:
-    """The part of :func:`send` before the engine serves with them."""
     config = engine.config
     plan = plan_chunks(weight_shapes(source), config.dtype, config.bucket_bytes)
     updater = WeightUpdater(SharedMemorySender(plan, config.device))
     engine.weight_version = None
     assert engine.process is not None
-    updater.send_weights(source, [engine.process])
+    updater.update_weights(source, weight_version, [engine.process])
     updater.close()
-    return updater
+    engine.weight_version = weight_version
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[list[Sample]]:

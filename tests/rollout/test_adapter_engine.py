@@ -132,13 +132,13 @@ def test_the_adapter_alone_is_sent_and_used(run: Run, model: str, monkeypatch: p
     sync.sync_weights()
     assert run.engine.is_proven and run.engine.is_verified
     assert run.engine.process is not None
-    receive, chunks = run.engine.process.receive_weights, list[int]()
+    submit, chunks = run.engine.process.submit, list[int]()
 
-    def receive_counted(chunk: int) -> Any:
-        chunks.append(chunk)
-        return receive(chunk)
+    def submit_counted(method: str, *arguments: Any) -> Any:
+        chunks.extend(arguments if method == "receive_weights" else ())
+        return submit(method, *arguments)
 
-    monkeypatch.setattr(run.engine.process, "receive_weights", receive_counted)
+    monkeypatch.setattr(run.engine.process, "submit", submit_counted)
     seen = []
     for seed in range(3):
         seen.append(scores(run, tokens))

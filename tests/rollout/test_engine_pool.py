@@ -1,19 +1,20 @@
 """Several engines as one sampler: the least loaded is asked, a session stays where it is, and death moves both."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from engine_models import Weights, bare_config
 
 from rlightning.errors import EngineDiedError, StreamLostError
 from rlightning.rollout import Sampling
 from rlightning.rollout.engine_pool import MAX_SESSIONS, EngineId, EnginePool
 from rlightning.rollout.rank_engines import RankEngines
-from rlightning.rollout.weights import WeightSource
+from rlightning.rollout.weights import plan_chunks
 from rlightning.rollout.weights.driver import WeightSender
 from rlightning.types import Sample
 
@@ -185,18 +186,12 @@ def test_idle_seconds_count_serving_engines_without_requests(monkeypatch: pytest
     run(test)
 
 
-class NoWeights(WeightSender):
-    """Sends nothing."""
-
-    def fill(self, source: WeightSource) -> Iterator[int]:
-        return iter(())
-
-
 def test_engine_that_comes_back_is_not_waited_for(tmp_path: Path) -> None:
     """Beside one that is up, also if all were up as the run began, so that it has waited for none."""
     engines: list[Any] = [SimpleNamespace(is_alive=True, is_up=True, weight_version=None, process=None) for _ in "01"]
-    run = RankEngines([bare_config(tmp_path / "log")], engines, lambda _: NoWeights(), is_colocated=False)
-    run.send_weights(Weights(), 0)
+    sender = WeightSender(plan_chunks([], torch.float32, 1))
+    run = RankEngines([bare_config(tmp_path / "log")], engines, lambda _: sender, is_colocated=False)
+    run.update_weights(Weights(), 0, lambda: None)
     engines[0].is_up = False
     assert not run.is_starting
     engines[1].is_up = False

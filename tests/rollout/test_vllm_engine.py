@@ -212,8 +212,7 @@ def test_engine_samples_from_weights_of_each_transport(
 
     monkeypatch.setattr(engine.process, "submit", noted)
     for version in (7, 8):
-        updater.send_weights(actor, [engine.process])
-        assert updater.activate_weights(version) == [engine.process]
+        assert updater.update_weights(actor, version, [engine.process]) == [engine.process]
     assert len(plan.chunks) > 3
     sync = ["receive_weights"] * len(plan.chunks) + ["finish_weight_update"]
     assert asked == ["open_weight_receivers", *sync, *sync]

@@ -23,8 +23,8 @@ class BroadcastSender(WeightSender):
             requires a key that engines get with their receivers. Weights are sent unencrypted: use the address of a
             private network.
         timeout: maximum seconds for connecting, and for sending a chunk.
-        destination: this rank, if weights are sharded and the other ranks send their shards by
-            :class:`~rlightning.rollout.weights.transports.ShardSender`.
+        destination: this rank, if weights are sharded and the other ranks send their shards by a
+            plain :class:`WeightSender`.
     """
 
     def __init__(
@@ -36,9 +36,8 @@ class BroadcastSender(WeightSender):
         timeout: float = 60.0,
         destination: int | None = None,
     ) -> None:
-        self.plan, self.timeout = plan, timeout
-        self.destination, self._device, self._host = destination, device, host
-        self.bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+        super().__init__(plan, torch.empty(plan.num_bytes, dtype=torch.uint8, device=device), destination=destination)
+        self.timeout, self._device, self._host = timeout, device, host
         self._groups: list[TransferGroup] = []
 
     def make_receivers(self, devices: Sequence[str]) -> "list[BroadcastReceiver]":
@@ -57,7 +56,7 @@ class BroadcastSender(WeightSender):
             for group in self._groups:
                 group.connect()
         except (OSError, RuntimeError) as error:
-            self._leave_groups(str(error))
+            self._leave(str(error))
             raise EngineError(f"The engines' workers could not be connected for weights: {error}.") from error
 
     def send(self, chunk: int) -> None:
@@ -66,7 +65,7 @@ class BroadcastSender(WeightSender):
             for group in self._groups:
                 group.broadcast(self.plan.filled(self.bucket, chunk))
         except (OSError, RuntimeError) as error:
-            self._leave_groups(str(error))
+            self._leave(str(error))
             raise EngineError(f"The engines' workers did not take chunk {chunk} of the weights: {error}.") from error
 
     def interrupt(self, reason: str) -> None:
@@ -80,10 +79,6 @@ class BroadcastSender(WeightSender):
         super().close()
 
     def _leave(self, reason: str) -> None:
-        self._leave_groups(reason)
-        self._groups = []
-
-    def _leave_groups(self, reason: str) -> None:
         for group in self._groups:
             group.leave(reason)
 

@@ -32,8 +32,7 @@ class FileSender(WeightSender):
         device: the actor's device.
         folder: folder with the same path on all hosts, used only by this run; files of earlier runs are removed.
         timeout: maximum seconds until a worker finds a written file.
-        destination: this rank, if the others send their shards by
-            :class:`~rlightning.rollout.weights.transports.ShardSender`.
+        destination: this rank, if the others send their shards by a plain :class:`WeightSender`.
     """
 
     def __init__(
@@ -45,11 +44,10 @@ class FileSender(WeightSender):
         timeout: float = 60.0,
         destination: int | None = None,
     ) -> None:
-        self.plan, self.timeout = plan, timeout
+        super().__init__(plan, host_bytes(plan.num_bytes, device), destination=destination)
+        self.timeout = timeout
         self._folder = folder.absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.destination = destination
-        self.bucket = host_bytes(plan.num_bytes, device)
         self._prefix = f"{PREFIX}{uuid.uuid4().hex[:12]}-"
         self._files = [self._folder / f"{self._prefix}{chunk:05d}.safetensors" for chunk in range(len(plan.chunks))]
         self._num_syncs = 0

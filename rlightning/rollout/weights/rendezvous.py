@@ -83,15 +83,8 @@ class RendezvousServer:
         return rpc.Server(listener, key, self._serve, max_clients=size)
 
     async def _serve(self, end: socket.socket, client: str) -> None:
-        store = self.store  # only operations that answer at once; clients poll for the others
-        operations = {
-            "set": store.set,
-            "get": store.get,
-            "check": store.check,
-            "add": store.add,
-            "delete_key": store.delete_key,
-        }
-        methods = {name: partial(_answer, operation) for name, operation in operations.items()}
+        operations = ("set", "get", "check", "add", "delete_key")  # that answer at once; clients poll for the others
+        methods = {name: partial(_answer, getattr(self.store, name)) for name in operations}
         peer = await rpc.Peer.open(end, methods, name=client, heartbeat_timeout=float("inf"))
         try:
             await asyncio.wait([peer.closed])

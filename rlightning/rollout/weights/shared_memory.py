@@ -6,16 +6,15 @@ On a CPU this is a memory file; on a CUDA device, an allocation that is opened b
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from rlightning.parallel.barrier import barrier
 from rlightning.parallel.collectives import all_to_all_objects
 from rlightning.parallel.device import shareable_memory
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
-from rlightning.rollout.weights.source import ChunkPlan, WeightSource
+from rlightning.rollout.weights.source import ChunkPlan
 
 
 class SharedMemorySender(WeightSender):
@@ -25,50 +24,35 @@ class SharedMemorySender(WeightSender):
         plan: plan of the weights.
         device: device of the engines: the CPU, or the actor's CUDA device.
         ranks: consecutive ranks whose buckets the workers of one engine read, one for each worker. If not empty, all
-            ranks of the run must create and fill their senders at the same time.
-        destination: this rank, if only this rank has a bucket, and the others send their shards by
-            :class:`~rlightning.rollout.weights.transports.ShardSender`.
+            ranks of the run must create their senders at the same time.
+        destination: this rank, if only this rank has a bucket, and the others send their shards by a
+            plain :class:`WeightSender`.
     """
 
     def __init__(
         self, plan: ChunkPlan, device: torch.device, *, ranks: Sequence[int] = (), destination: int | None = None
     ) -> None:
-        self.plan, self.destination = plan, destination
-        self._num_ranks = len(ranks)
         self._fd: int | None = None
         if device.type == "cuda":
             from torch.multiprocessing.reductions import reduce_tensor
 
             with shareable_memory():
-                self.bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
-            location: CUDAMemory | MemoryFile = CUDAMemory(*reduce_tensor(self.bucket))
+                bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+            open_bucket = partial(open_cuda_memory, *reduce_tensor(bucket))
         else:
             self._fd = os.memfd_create("rlightning-weights")
             os.ftruncate(self._fd, plan.num_bytes)
-            self.bucket = torch.frombuffer(mmap.mmap(self._fd, plan.num_bytes), dtype=torch.uint8)
-            location = MemoryFile(os.getpid(), self._fd)
-        receiver = SharedMemoryReceiver(plan, location)
+            bucket = torch.frombuffer(mmap.mmap(self._fd, plan.num_bytes), dtype=torch.uint8)
+            open_bucket = partial(open_memory_file, os.getpid(), self._fd, plan.num_bytes)
+        super().__init__(plan, bucket, destination=destination)
+        receiver = SharedMemoryReceiver(plan, open_bucket)
         self._receivers = [receiver]
-        if self._num_ranks > 1:
+        if len(ranks) > 1:
             self._receivers = list(all_to_all_objects({ranks[0]: receiver}, name="weight buckets").values())
 
     def make_receivers(self, devices: Sequence[str]) -> "list[SharedMemoryReceiver]":
         """Return a receiver for each worker, which reads the bucket of its own rank."""
         return [self._receivers[worker % len(self._receivers)] for worker in range(len(devices))]
-
-    def fill(self, source: WeightSource) -> Iterator[int]:
-        """Fill the bucket with each chunk, and yield the chunk's index when the workers may read it.
-
-        With several ranks, every rank must iterate over all chunks.
-        """
-        for chunk in super().fill(source):
-            self._meet("weights in the bucket")
-            yield chunk
-            self._meet("weights in the engine")
-
-    def _meet(self, name: str) -> None:
-        if self._num_ranks > 1:
-            barrier(name)
 
     def close(self) -> None:
         """Free the bucket."""
@@ -78,46 +62,34 @@ class SharedMemorySender(WeightSender):
         super().close()
 
 
-class MemoryFile(NamedTuple):
-    """A bucket in a memory file that process ``pid`` has open as file descriptor ``fd``."""
-
-    pid: int
-    fd: int
-
-    def open(self, device: torch.device, num_bytes: int) -> Tensor:
-        """Map the bucket into this process, and return it as a tensor of ``num_bytes`` bytes."""
-        with open(f"/proc/{self.pid}/fd/{self.fd}", "r+b") as file:
-            return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
-
-
-class CUDAMemory(NamedTuple):
-    """A bucket on a CUDA device: the function and arguments from ``reduce_tensor`` that open it."""
-
-    rebuild: Callable[..., Tensor]
-    arguments: Sequence[object]
-
-    def open(self, device: torch.device, num_bytes: int) -> Tensor:
-        """Map the bucket into this process, and return it as a tensor on ``device``, which is the sender's device."""
-        arguments = list(self.arguments)
-        arguments[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
-        return self.rebuild(*arguments)
-
-
 class SharedMemoryReceiver(WeightReceiver):
     """Reads a sender's bucket; the memory is released with the last tensor that uses it.
 
     Args:
         plan: plan of the weights.
-        location: the bucket's location.
+        open_bucket: maps the bucket into this process, and returns it; its argument is the worker's device.
     """
 
-    def __init__(self, plan: ChunkPlan, location: MemoryFile | CUDAMemory) -> None:
-        self.plan, self._location = plan, location
+    def __init__(self, plan: ChunkPlan, open_bucket: Callable[[torch.device], Tensor]) -> None:
+        self.plan, self._open_bucket = plan, open_bucket
 
     def open(self, device: torch.device) -> None:
         """Map the sender's bucket into this process, from host memory or from a CUDA device."""
-        self._bucket = self._location.open(device, self.plan.num_bytes)
+        self._bucket = self._open_bucket(device)
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """Yield a chunk's names and tensors, which are already in the bucket."""
         return self.plan.tensors(self._bucket, chunk)
+
+
+def open_memory_file(pid: int, fd: int, num_bytes: int, device: torch.device) -> Tensor:
+    """Map the memory file that process ``pid`` has open as file descriptor ``fd``; return its ``num_bytes`` bytes."""
+    with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
+
+
+def open_cuda_memory(rebuild: Callable[..., Tensor], arguments: Sequence[object], device: torch.device) -> Tensor:
+    """Map an allocation on ``device``, the sender's device, by the function and arguments from ``reduce_tensor``."""
+    own = list(arguments)
+    own[6] = device.index  # rebuild_cuda_tensor's storage_device, which is the sender's index
+    return rebuild(*own)

@@ -4,17 +4,15 @@ Sharded weights are gathered directly into the bucket, in the engine's dtype; te
 model (:func:`~rlightning.parallel.gathering.gather_into`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rlightning.errors import EngineError
-from rlightning.parallel.device import synchronize_stream
-from rlightning.parallel.gathering import gather_into
 from rlightning.protocols import HasAdapter
 
 ALIGNMENT = 256
@@ -31,12 +29,13 @@ class WeightSource(Protocol):
 class AdapterSource:
     """An adapter's weights, followed by those of the frozen base model if an engine lacks them.
 
-    Attributes:
+    Args:
+        module: the module with the adapter.
         has_base: whether the base model's weights are yielded too; the same on all ranks.
     """
 
-    def __init__(self, module: HasAdapter) -> None:
-        self.module, self.has_base = module, True
+    def __init__(self, module: HasAdapter, *, has_base: bool = True) -> None:
+        self.module, self.has_base = module, has_base
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapter's names and weights, then the base model's if ``has_base``."""
@@ -92,6 +91,22 @@ class ChunkPlan(NamedTuple):
         """Return the chunks of a sync: all, or only the adapter's if the engines have the base model's weights."""
         is_adapter_alone = isinstance(source, AdapterSource) and not source.has_base
         return self.chunks[: self.num_adapter_chunks] if is_adapter_alone else self.chunks
+
+    def match(self, source: WeightSource) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield each weight of a sync with its slot.
+
+        Raises:
+            EngineError: the source's weights are not those of the plan.
+        """
+        for slot, weight in zip_longest(chain.from_iterable(self.sent_chunks(source)), source.named_weights()):
+            expected = "nothing more" if slot is None else f"{slot.name} {slot.shape}"
+            got = "nothing" if weight is None else f"{weight[0]} {tuple(weight[1].shape)}"
+            if slot is None or weight is None or got != expected:
+                raise EngineError(
+                    f"The actor's weights changed between two syncs: expected {expected}, got {got}. "
+                    "Another architecture needs another engine."
+                )
+            yield slot, weight[1]
 
     def filled(self, bucket: Tensor, chunk: int) -> Tensor:
         """Return the part of the bucket that a chunk fills."""
@@ -152,57 +167,4 @@ def plan_source(source: WeightSource, dtype: torch.dtype, bucket_bytes: int) -> 
         max(adapter.num_bytes, base.num_bytes),
         num_adapter_chunks=len(adapter.chunks),
         adapter=module.adapter.peft_settings(),
-    )
-
-
-@torch.no_grad()
-def fill_bucket(
-    plan: ChunkPlan, bucket: Tensor, source: WeightSource, *, destination: int | None = None
-) -> Iterator[int]:
-    """Copy or gather a source's weights into the bucket, chunk by chunk, and yield each chunk's index.
-
-    Every rank must iterate over all chunks if weights are sharded.
-
-    Args:
-        plan: plan of the source's weights.
-        bucket: uint8 tensor of the plan's size; on the meta device on a rank that only sends its shards.
-        source: source of the weights, the same on all ranks with shards.
-        destination: the rank that gets the values; None for all ranks.
-
-    Yields:
-        The index of the chunk in the bucket, where it stays until the next one is requested.
-
-    Raises:
-        EngineError: the source's weights are not those of the plan.
-    """
-    weights = iter(source.named_weights())
-    for index, chunk in enumerate(plan.sent_chunks(source)):
-        sharded: list[tuple[Tensor, Tensor]] = []
-        for slot, tensor in _take(weights, chunk):
-            if isinstance(tensor, DTensor):
-                sharded.append((slot.view(bucket), tensor))
-            else:  # immediately: a source may compute each weight on request, and need not keep it
-                gather_into([slot.view(bucket)], [tensor], destination=destination)
-        gather_into([place for place, _ in sharded], [tensor for _, tensor in sharded], destination=destination)
-        # Another process reads the bucket, which this process's streams do not order.
-        synchronize_stream(bucket.device)
-        yield index
-    for name, _ in weights:
-        raise _changed("nothing more", name)
-
-
-def _take(weights: Iterator[tuple[str, Tensor]], chunk: Sequence[Slot]) -> Iterator[tuple[Slot, Tensor]]:
-    """Yield the next weights with their slots; raise an error if they are not those of the chunk."""
-    for slot in chunk:
-        name, tensor = next(weights, ("nothing", None))
-        if tensor is None or name != slot.name or tuple(tensor.shape) != slot.shape:
-            got = name if tensor is None else f"{name} {tuple(tensor.shape)}"
-            raise _changed(f"{slot.name} {slot.shape}", got)
-        yield slot, tensor
-
-
-def _changed(expected: str, got: str) -> EngineError:
-    return EngineError(
-        f"The actor's weights changed between two syncs: expected {expected}, got {got}. "
-        "Another architecture needs another engine."
     )

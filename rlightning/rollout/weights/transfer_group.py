@@ -14,9 +14,9 @@ The group is independent of torch's default process group, which may or may not 
 
 import contextlib
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -148,20 +148,18 @@ class TransferGroup:
 
     def _make_group(self) -> None:
         """Create torch's group, on all ranks at the same time; in a thread, because torch may block forever."""
-        results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        made: Future[None] = Future()
 
         def make() -> None:
             try:
                 self._make_torch_group()
-                results.put(None)
+                made.set_result(None)
             except Exception as error:  # the waiting thread raises it again
-                results.put(error)
+                made.set_exception(error)
 
         threading.Thread(target=make, name="connect-transfer-group", daemon=True).start()
-        self._wait_until(lambda: not results.empty())
-        error = results.get()
-        if error is not None:
-            raise error
+        self._wait_until(made.done)
+        made.result()
 
     def _make_torch_group(self) -> None:
         names = _c10d.PrefixStore("transfer", self._store)

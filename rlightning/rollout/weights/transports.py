@@ -4,8 +4,6 @@ import contextlib
 import ipaddress
 from collections.abc import Sequence
 
-import torch
-
 from rlightning import intervals
 from rlightning.parallel.collectives import global_rank, world_size
 from rlightning.rollout.engine_config import EngineConfig
@@ -17,19 +15,6 @@ from rlightning.rollout.weights.rendezvous import find_own_address
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import ChunkPlan, WeightSource, plan_source
 from rlightning.rpc.authentication import parse_url
-
-
-class ShardSender(WeightSender):
-    """The sender of a rank without engines and without a bucket: it sends its shards to the sender of another rank.
-
-    Args:
-        plan: the same plan as the other sender's.
-        destination: the other rank.
-    """
-
-    def __init__(self, plan: ChunkPlan, *, destination: int) -> None:
-        self.plan, self.destination = plan, destination
-        self.bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device="meta")
 
 
 def make_colocated_sender(source: WeightSource, config: EngineConfig, ranks: Sequence[int]) -> WeightSender:
@@ -48,7 +33,7 @@ def make_standalone_sender(source: WeightSource, configs: Sequence[EngineConfig]
     config = configs[0]
     plan = _plan(source, config)
     if global_rank() != COLLECTOR_RANK:
-        return ShardSender(plan, destination=COLLECTOR_RANK)
+        return WeightSender(plan, destination=COLLECTOR_RANK)
     destination = COLLECTOR_RANK if world_size() > 1 else None
     # A receiving worker answers no other call, and must not count as hanging.
     timeout = min(intervals.TRANSFER_TIMEOUT, config.hang_timeout / 2)

@@ -13,8 +13,9 @@ from engine_models import Weights
 
 from rlightning.errors import EngineError
 from rlightning.rollout.weights import ChunkPlan, plan_chunks
+from rlightning.rollout.weights.driver import WeightSender
 from rlightning.rollout.weights.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from rlightning.rollout.weights.source import fill_bucket, weight_shapes
+from rlightning.rollout.weights.source import weight_shapes
 
 CPU = torch.device("cpu")
 
@@ -65,7 +66,7 @@ def test_weights_made_while_sent_are_not_kept() -> None:
 
     plan = plan_chunks([(str(number), (4,)) for number in range(8)], torch.float32, 1 << 20)
     bucket = torch.empty(plan.num_bytes, dtype=torch.uint8)
-    assert list(fill_bucket(plan, bucket, Source())) == [0]
+    assert list(WeightSender(plan, bucket).fill(Source())) == [0]
     assert max(numbers) <= 3
     assert [float(tensor[0]) for _, tensor in plan.tensors(bucket, 0)] == list(range(8))
 

@@ -25,7 +25,6 @@ from rlightning.rollout.weights.broadcast import BroadcastSender, number_by_devi
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.files import FileSender
 from rlightning.rollout.weights.rendezvous import Place, RendezvousServer, join_rendezvous
-from rlightning.rollout.weights.transports import ShardSender
 
 CPU = torch.device("cpu")
 TRANSPORTS = ["shared memory", "broadcast", "files"]
@@ -375,7 +374,7 @@ def fill_from_two_ranks(folder: Path) -> None:
     sharded = Weights(sharded_net.shard_net(sharded_net.make_net(), 0, 1, 2).named_parameters())
     plan = plan_of(sharded, torch.bfloat16, 400)
     if dist.get_rank() == 1:
-        assert list(ShardSender(plan, destination=0).fill(sharded))[:2] == [0, 1]
+        assert list(WeightSender(plan, destination=0).fill(sharded))[:2] == [0, 1]
         return
     sender = FileSender(plan, CPU, folder=folder / "weights", destination=0)
     (receiver,) = open_receivers(sender, 1)

@@ -3,11 +3,11 @@
 import importlib
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,9 @@ from torch import Tensor
 
 from rlightning.errors import EngineDiedError, EngineError
 from rlightning.rollout.weights import plan_chunks
-from rlightning.rollout.weights.driver import UpdatableEngine, WeightReceiver, WeightUpdater
+from rlightning.rollout.weights.driver import UpdatableEngine, WeightReceiver, WeightSender, WeightUpdater
 from rlightning.rollout.weights.source import weight_shapes
-from rlightning.rollout.weights.transports import ShardSender
 
-T = TypeVar("T")
 CPU = torch.device("cpu")
 WEIGHTS = Weights(a=torch.zeros(64), b=torch.zeros(64), c=torch.zeros(64))
 PLAN = plan_chunks(weight_shapes(WEIGHTS), torch.float32, 256)
@@ -33,8 +31,7 @@ def weights_of(version: int) -> Weights:
 
 def update(updater: WeightUpdater, version: int, engines: Sequence[UpdatableEngine]) -> Sequence[UpdatableEngine]:
     """Send a version's weights, and have the engines sample from them."""
-    updater.send_weights(weights_of(version), engines)
-    return updater.activate_weights(version)
+    return updater.update_weights(weights_of(version), version, engines)
 
 
 class LocalEngine:
@@ -57,32 +54,26 @@ class LocalEngine:
         self._workers = ThreadPoolExecutor(2)
         self._calls = ThreadPoolExecutor(1)
 
-    def open_weight_receivers(self, receivers: list[bytes]) -> "Future[None]":
-        def open_all() -> None:
-            self.num_openings += 1
-            self._receivers = [pickle.loads(receiver) for receiver in receivers]
-            list(self._workers.map(lambda receiver: receiver.open(CPU), self._receivers))
+    def submit(self, method: str, *arguments: object) -> "Future[Any]":
+        return self._calls.submit(getattr(self, method), *arguments)
 
-        return self._ask(open_all)
+    def open_weight_receivers(self, receivers: list[bytes]) -> None:
+        self.num_openings += 1
+        self._receivers = [pickle.loads(receiver) for receiver in receivers]
+        list(self._workers.map(lambda receiver: receiver.open(CPU), self._receivers))
 
-    def receive_weights(self, chunk: int) -> "Future[list[str]]":
+    def receive_weights(self, chunk: int) -> list[str]:
         def receive(worker: int) -> None:
             received: Iterator[tuple[str, Tensor]] = self._receivers[worker].receive(chunk)
             self.loaded[worker].update((name, float(tensor[-1])) for name, tensor in received)
 
-        def receive_all() -> list[str]:
-            if chunk == self.dies_at:
-                self.die()
-            list(self._workers.map(receive, range(2)))
-            return self.faults if chunk == len(PLAN.chunks) - 1 else []
+        if chunk == self.dies_at:
+            self.die()
+        list(self._workers.map(receive, range(2)))
+        return self.faults if chunk == len(PLAN.chunks) - 1 else []
 
-        return self._ask(receive_all)
-
-    def finish_weight_update(self, version: int, keeps_cache: bool) -> "Future[None]":
-        def finish() -> None:
-            self.version = version
-
-        return self._ask(finish)
+    def finish_weight_update(self, version: int, keeps_cache: bool) -> None:
+        self.version = version
 
     def die(self) -> None:
         self.ended.set_result(EngineError("It is gone."))
@@ -91,9 +82,6 @@ class LocalEngine:
     def close(self) -> None:
         self._workers.shutdown()
         self._calls.shutdown()
-
-    def _ask(self, call: Callable[[], T]) -> "Future[T]":
-        return self._calls.submit(call)
 
 
 @pytest.fixture
@@ -152,16 +140,16 @@ def test_what_an_engine_finds_wrong_is_raised_once(engines: list[LocalEngine]) -
     for engine in engines[:2]:
         engine.faults = ["2 weights were not taken."]
     with pytest.raises(EngineError, match=r"^2 weights were not taken\.$"):
-        updater.send_weights(weights_of(1), engines)
+        update(updater, 1, engines)
     assert [engine.version for engine in engines] == [None, None, None]
     updater.close()
 
 
 def test_rank_without_engines_gives_all_chunks() -> None:
-    updater = WeightUpdater(ShardSender(PLAN, destination=0))
+    updater = WeightUpdater(WeightSender(PLAN, destination=0))
     assert update(updater, 1, []) == []
     with pytest.raises(EngineError, match="expected nothing more, got d"):
-        updater.send_weights(Weights(weights_of(1) | {"d": torch.zeros(1)}), [])
+        updater.update_weights(Weights(weights_of(1) | {"d": torch.zeros(1)}), 1, [])
     updater.close()
 
 
