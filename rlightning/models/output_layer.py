@@ -169,10 +169,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _find_places(kept: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of the supports' logits, 0 for other ranks', and which of them this rank has: each [C, K]."""
-    is_here = (kept >= 0) & (kept < logits.shape[1])
-    return kept.where(is_here, 0).long(), is_here
+def _find_places(token_ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices of tokens' logits, 0 for other ranks', and which of them this rank has: each [C, K]."""
+    is_here = (token_ids >= 0) & (token_ids < logits.shape[1])
+    return token_ids.where(is_here, 0).long(), is_here
 
 
 def chunk_tokens(row_bytes: int) -> int:
@@ -195,13 +195,13 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Return logits [C, V] or [C] in at least float32, bounded by ``softcap`` (None for no bound) and then divided by
-    the temperature.
+    """Return logits [C, V] in at least float32, bounded by ``softcap`` (None for no bound) and then divided by the
+    temperature.
     """
     logits = logits.to(_wide(logits.dtype))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    return logits / _by_row(temperature, logits)
+    return logits / _by_row(temperature)
 
 
 def summarize_logits(
@@ -220,18 +220,10 @@ def summarize_logits(
         Each [C]: the log-sum-exp of the logits, the target's logit (0 if it is another rank's), and the entropy of
         their softmax.
     """
-    normalizer, entropy = normalize(scale_logits(logits, temperature, softcap))
-    return normalizer, pick_logits(logits, targets, temperature, softcap), entropy
-
-
-def pick_logits(logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Return the logit of each target after softcap and temperature: [C]; 0 if the target belongs to another rank's
-    part of the vocabulary.
-    """
-    num_logits = logits.shape[-1]
-    is_here = (targets >= 0) & (targets < num_logits)
-    picked = logits.gather(-1, targets.clamp(0, num_logits - 1)[:, None])[:, 0]
-    return scale_logits(picked, temperature, softcap).where(is_here, 0.0)
+    scaled = scale_logits(logits, temperature, softcap)
+    normalizer, entropy = normalize(scaled)
+    places, is_here = _find_places(targets[:, None], scaled)
+    return normalizer, scaled.gather(1, places).where(is_here, 0.0)[:, 0], entropy
 
 
 def normalize(scaled: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,9 +244,6 @@ def merge_parts(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts: [G, 3, M], from :func:`summarize_logits`. The total entropy is that of the choice of a part, plus the
             mean of the parts' own entropies.
     """
-    if len(parts) == 1:
-        normalizer, picked, entropy = parts[0]
-        return normalizer, picked, entropy
     normalizers, picked, entropies = parts.unbind(1)
     normalizer = normalizers.logsumexp(0)
     log_chances = normalizers - normalizer
@@ -279,34 +268,17 @@ def differentiate_logits(
     ranks' logits.
     """
     scaled = scale_logits(logits, temperature, softcap)
-    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    given = (normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
-    logits.copy_(logit_gradient(scaled, is_target, *given))
-
-
-def logit_gradient(
-    scaled: Tensor,
-    is_target: Tensor,
-    normalizer: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-) -> Tensor:
-    """Return the loss's gradient with respect to logits before softcap and temperature, given the scaled logits and
-    ``is_target``, both [C, V]. Other arguments are those of :func:`differentiate_logits`.
-    """
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     table = scaled - normalizer[:, None]
     chances = table.exp()
     gradient = grad_logprobs[:, None] * (is_target.to(chances.dtype) - chances)
     if grad_entropy is not None:
         gradient = gradient - grad_entropy[:, None] * chances * (table + entropy[:, None])
-    temperature = _by_row(temperature, scaled)
+    temperature = _by_row(temperature)
     gradient = gradient / temperature
     if softcap is not None:
         gradient = gradient * (1 - (scaled * (temperature / softcap)).square())
-    return gradient
+    logits.copy_(gradient)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -319,9 +291,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(left @ right)
 
 
-def _by_row(temperature: float | Tensor, logits: Tensor) -> float | Tensor:
-    """Return the temperature in a shape that broadcasts over the logits."""
-    return temperature[:, None] if isinstance(temperature, Tensor) and logits.ndim == 2 else temperature
+def _by_row(temperature: float | Tensor) -> float | Tensor:
+    """Return the temperature in a shape that broadcasts over the logits [C, V]."""
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
 def _of_chunk(temperature: float | Tensor, own: slice) -> float | Tensor:
