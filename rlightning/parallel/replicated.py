@@ -17,9 +17,8 @@ from rlightning.types.axes import move
 
 def move_replicated(module: nn.Module, device: torch.device) -> None:
     """Move the unsharded parameters and buffers of ``module`` to ``device``, in place."""
-    for owner in _owners(module):
-        for tensor in _own_tensors(owner):
-            tensor.data = tensor.data.to(device)
+    for tensor in _replicated_tensors(module):
+        tensor.data = tensor.data.to(device)
 
 
 @torch.no_grad()
@@ -28,9 +27,8 @@ def broadcast_replicated(module: nn.Module) -> None:
 
     Random initial values may differ between ranks.
     """
-    for owner in _owners(module):
-        for tensor in _own_tensors(owner):
-            dist.broadcast(tensor.detach(), 0)
+    for tensor in _replicated_tensors(module):
+        dist.broadcast(tensor.detach(), 0)
 
 
 @torch.no_grad()
@@ -52,15 +50,12 @@ def average_gradients(module: nn.Module) -> None:
             parameter.grad = gradient.copy_((part / dist.get_world_size()).view_as(gradient))
 
 
-def _owners(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module and its submodules, except those that FSDP shards."""
+def _replicated_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of the module and its submodules, except those that FSDP shards."""
     if isinstance(module, FSDPModule):
         return
-    yield module
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if not isinstance(tensor, DTensor):
+            yield tensor
     for child in module.children():
-        yield from _owners(child)
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+        yield from _replicated_tensors(child)
