@@ -15,11 +15,14 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from rlightning.checksums import MANIFEST, DamagedError, verify_manifest
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.models.counts import build_empty
+from rlightning.models.transformers_internals import weight_conversions
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +108,16 @@ def stored_dtype(files: Mapping[str, Path]) -> torch.dtype | None:
                 if stored.get_dtype() in _DTYPES:
                     sizes[_DTYPES[stored.get_dtype()]] += torch.Size(stored.get_shape()).numel()
     return sizes.most_common(1)[0][0] if sizes else None
+
+
+def is_converted(policy: PreTrainedModel) -> bool:
+    """Return whether a model's files store weights in another form than transformers uses, such as one tensor for each
+    expert, rather than only under other names.
+    """
+    conversions = weight_conversions(policy)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(policy, add_legacy=False)
+    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
 def find_names(model: str) -> set[str]:

@@ -19,15 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 
 from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA
 from rlightning.models.adapter_layers import add_adapter, initialize_adapter
 from rlightning.models.architecture import check_architecture, not_finite
 from rlightning.models.attention import PACKED_ATTENTION
-from rlightning.models.files import check_head, find_weights, other_shape
+from rlightning.models.files import check_head, find_weights, is_converted, other_shape
 from rlightning.models.finite import find_not_finite
 from rlightning.models.layers import decoder_layers
 from rlightning.models.logprobs import ShardedPolicy, compute_packed_logprobs
@@ -167,14 +165,6 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
     ]
     if broken:
         raise not_finite(model, sorted(set(broken)))
-
-
-def is_converted(policy: PreTrainedModel) -> bool:
-    """Return whether transformers may convert this model's weights while loading, such as merge tensors, rather than
-    only rename them.
-    """
-    conversions = get_checkpoint_conversion_mapping(policy.config.get_text_config().model_type) or []
-    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
 def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
