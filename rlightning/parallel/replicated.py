@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rlightning.types.axes import move
-
 
 def move_replicated(module: nn.Module, device: torch.device) -> None:
     """Move the unsharded parameters and buffers of ``module`` to ``device``, in place."""
@@ -40,7 +38,7 @@ def average_gradients(module: nn.Module) -> None:
     whole = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if not whole:
         return
-    flags = move(torch.tensor([float(p.grad is not None) for p in whole]), whole[0].device)
+    flags = torch.tensor([float(p.grad is not None) for p in whole], device=whole[0].device)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole]
     summed = torch.cat([flags, *(gradient.flatten() for gradient in gradients)])  # cat() promotes to the widest dtype
     dist.all_reduce(summed)
