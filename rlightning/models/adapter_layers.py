@@ -152,9 +152,10 @@ def computed_weights(policy: nn.Module) -> dict[str, Callable[[], Tensor]]:
     These are matrices into which the adapter is merged, and dequantised matrices. The functions are collectives: every
     rank must call them.
     """
-    coded = {name: module for name, module in policy.named_modules() if isinstance(module, CodedLinear)}
     computed: dict[str, Callable[[], Tensor]] = {
-        base_name(f"{name}.weight"): partial(getattr, module, "weight") for name, module in coded.items()
+        base_name(f"{name}.weight"): partial(getattr, module, "weight")
+        for name, module in policy.named_modules()
+        if isinstance(module, CodedLinear)
     }
     return computed | {f"{name}.weight": partial(merge, layer) for name, layer in adapted_layers(policy)}
 
