@@ -49,10 +49,10 @@ class _Settings:
     """The arguments of :func:`chunked_logprobs`, and the ranks that split the vocabulary, ``group``; None without any.
 
     ``kept`` [M, K] are the token ids of the supports, relative to this rank's part of the vocabulary; others are
-    outside of it.
+    outside of it. ``temperature`` is [M, 1].
     """
 
-    temperature: float | Tensor
+    temperature: Tensor
     softcap: float | None
     needs_entropy_grad: bool
     group: dist.ProcessGroup | None
@@ -91,6 +91,10 @@ def chunked_logprobs(
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    if isinstance(temperature, Tensor):
+        temperature = temperature[:, None]
+    else:
+        temperature = hidden.new_full((len(hidden), 1), temperature, dtype=_wide(hidden.dtype))
     group, own_targets = None, targets
     kept = torch.empty(len(targets), 0, dtype=torch.int32, device=targets.device) if supports is None else supports
     if isinstance(weight, DTensor):
@@ -121,8 +125,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         found = hidden.new_empty(3, len(hidden), dtype=_wide(hidden.dtype))
         kept_logits = found.new_empty(settings.kept.shape)
         for own, logits in _chunks(hidden, weight.to(hidden.dtype)):
-            temperature = _of_chunk(settings.temperature, own)
-            summary = _kernels(logits).summarize_logits(logits, targets[own], temperature, settings.softcap)
+            summary = _kernels(logits).summarize_logits(
+                logits, targets[own], settings.temperature[own], settings.softcap
+            )
             found[:, own] = torch.stack(summary)
             places, is_here = _find_places(settings.kept[own], logits)
             kept_logits[own] = logits.gather(1, places).where(is_here, 0.0)
@@ -155,7 +160,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 entropy[own],
                 grad_logprobs[own],
                 grad_entropy[own] if settings.needs_entropy_grad else None,
-                _of_chunk(settings.temperature, own),
+                settings.temperature[own],
                 settings.softcap,
             )
             logits.scatter_add_(1, places, grad_kept[own].where(is_here, 0.0).to(logits.dtype))
@@ -196,16 +201,16 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
     """Return logits [C, V] in at least float32, bounded by ``softcap`` (None for no bound) and then divided by the
-    temperature.
+    temperature, a number or [C, 1].
     """
     logits = logits.to(_wide(logits.dtype))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    return logits / _by_row(temperature)
+    return logits / temperature
 
 
 def summarize_logits(
-    logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None
+    logits: Tensor, targets: Tensor, temperature: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-sum-exp of each token's logits, its target's logit, and the entropy of its softmax, over this
     rank's part of the vocabulary.
@@ -213,7 +218,7 @@ def summarize_logits(
     Args:
         logits: [C, V].
         targets: [C]; a target outside of 0 to V - 1 belongs to another rank.
-        temperature: one value for all tokens, or [C].
+        temperature: [C, 1].
         softcap: see :func:`chunked_logprobs`.
 
     Returns:
@@ -257,15 +262,15 @@ def differentiate_logits(
     entropy: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
-    temperature: float | Tensor,
+    temperature: Tensor,
     softcap: float | None,
 ) -> None:
     """Overwrite a chunk's logits with the loss's gradient with respect to them, from the gradients with respect to
     their log-probabilities and entropies.
 
     With the softmax p of the scaled logits x, the gradient of log p[t] is ``1[v = t] - p[v]``, that of the entropy H is
-    ``-p[v] (log p[v] + H)``. Arguments are [C], except for the logits [C, V]; normalizer and entropy are those over all
-    ranks' logits.
+    ``-p[v] (log p[v] + H)``. Arguments are [C], except for the logits [C, V] and the temperature [C, 1]; normalizer and
+    entropy are those over all ranks' logits.
     """
     scaled = scale_logits(logits, temperature, softcap)
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
@@ -274,7 +279,6 @@ def differentiate_logits(
     gradient = grad_logprobs[:, None] * (is_target.to(chances.dtype) - chances)
     if grad_entropy is not None:
         gradient = gradient - grad_entropy[:, None] * chances * (table + entropy[:, None])
-    temperature = _by_row(temperature)
     gradient = gradient / temperature
     if softcap is not None:
         gradient = gradient * (1 - (scaled * (temperature / softcap)).square())
@@ -289,15 +293,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:  # not on the CPU, where a product in bfloat16 is rounded before it is added
         total.add_(left @ right)
-
-
-def _by_row(temperature: float | Tensor) -> float | Tensor:
-    """Return the temperature in a shape that broadcasts over the logits [C, V]."""
-    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
-
-
-def _of_chunk(temperature: float | Tensor, own: slice) -> float | Tensor:
-    return temperature[own] if isinstance(temperature, Tensor) else temperature
 
 
 def _gather(found: Tensor, group: dist.ProcessGroup | None) -> Tensor:
