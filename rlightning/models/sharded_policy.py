@@ -174,13 +174,15 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
         try:
             with safe_open(path, "pt") as file:
                 for name in names:
-                    stored = file.get_slice(name)
-                    if list(stored.get_shape()) != list(targets[name].shape):
-                        raise other_shape(model, name, stored.get_shape(), targets[name].shape)
-                    target = local_tensor(targets[name])
-                    if target.numel():  # a shard may be empty, which some versions of safetensors cannot read
-                        own = _slices(targets[name])
-                        target.copy_(stored[own] if own else file.get_tensor(name))
+                    stored, target = file.get_slice(name), targets[name]
+                    if list(stored.get_shape()) != list(target.shape):
+                        raise other_shape(model, name, stored.get_shape(), target.shape)
+                    if not isinstance(target, DTensor):
+                        target.copy_(file.get_tensor(name))
+                    elif (
+                        target.to_local().numel()
+                    ):  # a shard may be empty, which some versions of safetensors cannot read
+                        target.to_local().copy_(stored[local_box(target).slices])
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
 
@@ -208,11 +210,3 @@ def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
         weight = whole[name].to(device) if is_first else torch.empty(target.shape, dtype=target.dtype, device=device)
         dist.broadcast(weight, src=0)
         local_tensor(target).copy_(local_part(weight, target))
-
-
-def _slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices, along each dimension, of this rank's part of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    box = local_box(tensor)
-    return tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))

@@ -51,11 +51,10 @@ class Box:
         """The number of elements in the slice."""
         return math.prod(self.shape)
 
-    def of(self, full: Tensor) -> Tensor:
-        """Return the slice of ``full``, a tensor of the full shape, as a view."""
-        for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
-            full = full.narrow(dim, start, length)
-        return full
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the slice in a tensor of the full shape."""
+        return tuple(slice(start, start + length) for start, length in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
 
     If ``like`` is not sharded, return ``whole``.
     """
-    return local_box(like).of(whole) if isinstance(like, DTensor) else whole
+    return whole[local_box(like).slices] if isinstance(like, DTensor) else whole
 
 
 def split_by_bytes(items: Iterable[T], size_of: Callable[[T], int], max_bytes: float) -> Iterator[list[T]]:
@@ -225,7 +224,7 @@ def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], 
             (output, parts[holder], offset) for (output, _), parts, offset in zip(pairs, boxes, offsets, strict=True)
         ]
         copy_tensors(
-            [box.of(output) for output, box, _ in held],
+            [output[box.slices] for output, box, _ in held],
             [_slot(row, offset, box, output.dtype) for output, box, offset in held],
         )
 
