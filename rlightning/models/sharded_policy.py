@@ -177,12 +177,11 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
                     stored, target = file.get_slice(name), targets[name]
                     if list(stored.get_shape()) != list(target.shape):
                         raise other_shape(model, name, stored.get_shape(), target.shape)
+                    own = local_tensor(target)
                     if not isinstance(target, DTensor):
-                        target.copy_(file.get_tensor(name))
-                    elif (
-                        target.to_local().numel()
-                    ):  # a shard may be empty, which some versions of safetensors cannot read
-                        target.to_local().copy_(stored[local_box(target).slices])
+                        own.copy_(file.get_tensor(name))
+                    elif own.numel():  # a shard may be empty, which some versions of safetensors cannot read
+                        own.copy_(stored[local_box(target).slices])
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
 
