@@ -120,18 +120,15 @@ def is_converted(policy: PreTrainedModel) -> bool:
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
-def find_names(model: str) -> set[str]:
-    """Return the weight names of a local folder in safetensors or PyTorch format; empty for other formats."""
-    names = set(find_weights(model))
+def _find_bin_names(model: str) -> set[str]:
+    """Return the weight names of a local folder in PyTorch's format; empty for other formats."""
     index, single = Path(model) / f"{_BIN}.index.json", Path(model) / _BIN
     try:
-        if not names and single.is_file():
-            names = set(torch.load(single, map_location="meta", weights_only=True))
-        elif not names and index.is_file():
-            names = set(read_index(index))
+        if single.is_file():
+            return set(torch.load(single, map_location="meta", weights_only=True))
+        return set(read_index(index)) if index.is_file() else set()
     except (OSError, RuntimeError, ValueError, UnpicklingError) as error:
         raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
-    return names
 
 
 def check_folder(model: str, config: PreTrainedConfig) -> None:
@@ -143,8 +140,9 @@ def check_folder(model: str, config: PreTrainedConfig) -> None:
     Raises:
         ConfigError: the output layer is missing, or differs from the embedding to which it should be tied.
     """
-    check_head(model, config, find_weights(model))
-    names, policy = find_names(model), build_empty(config)
+    files, policy = find_weights(model), build_empty(config)
+    check_head(model, config, files)
+    names = set(files) or _find_bin_names(model)
     embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
     own = [name for name, weight in policy.named_parameters() if head is not None and weight is head.weight]
     is_stored = any(name.endswith(".".join(own[0].split(".")[-2:])) for name in names) if own else True
