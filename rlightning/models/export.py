@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.core_model_loading import revert_weight_conversion
@@ -26,7 +25,7 @@ from rlightning.models.transformers_internals import keys_left_out
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.collectives import global_rank
 from rlightning.parallel.gathering import gather_into, split_by_bytes
-from rlightning.parallel.sharding import base_name, is_adapter_weight
+from rlightning.parallel.sharding import base_name, is_adapter_weight, reshard
 
 MAX_FILE_BYTES = 4 << 30
 """Maximum bytes of a safetensors file, and of host memory on the writing rank; a larger tensor has its own file."""
@@ -86,9 +85,7 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
     For a policy with an adapter, return those of the base model. Quantised matrices are placeholders on the meta
     device.
     """
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # some are still gathered after a forward pass, in the dtype it computed in
+    reshard(policy)  # some are still gathered after a forward pass, in the dtype it computed in
     tied_names = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
     tied_names -= {name for name, _ in policy.named_parameters()}
     ignored = tied_names | keys_left_out(policy)

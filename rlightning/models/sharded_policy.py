@@ -15,8 +15,8 @@ from types import MethodType
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -28,16 +28,15 @@ from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import check_head, find_weights, is_converted, other_shape
 from rlightning.models.finite import find_not_finite
 from rlightning.models.layers import decoder_layers
-from rlightning.models.logprobs import ShardedPolicy, compute_packed_logprobs
+from rlightning.models.logprobs import compute_packed_logprobs
 from rlightning.models.policy import load_config, load_policy, remove_dropout
 from rlightning.models.routers import keep_routers_float32
 from rlightning.models.tensor_parallel import check_tensor_parallel, parallelize
 from rlightning.models.transformers_internals import initialize_buffers_of
 from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.gathering import local_box, local_part
-from rlightning.parallel.sharding import Sharding, local_tensor, named_weights
+from rlightning.parallel.sharding import Sharding, local_tensor, named_weights, release_without_gradient
 from rlightning.torch_internals import non_persistent_buffers
-from rlightning.types import RolloutBatch
 
 log = logging.getLogger(__name__)
 
@@ -92,38 +91,9 @@ def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
     # Embedding and output layer are needed first in the backward pass: they stay gathered until then.
     sharding.shard(policy, precision, reshard_after_forward=False)
     policy.register_forward_hook(lambda *_: release_without_gradient(policy))
-    add_packed_logprobs(policy)
-
-
-def add_packed_logprobs(policy: PreTrainedModel) -> None:
-    """Give a sharded policy the method ``compute_packed_logprobs``, for which FSDP gathers weights as it does for
-    ``forward()``.
-    """
     name = compute_packed_logprobs.__name__
     setattr(policy, name, MethodType(compute_packed_logprobs, policy))
-    register_fsdp_forward_method(policy, name)
-    assert isinstance(policy, ShardedPolicy)
-    gathering = policy.compute_packed_logprobs
-
-    def compute(batch: RolloutBatch, temperature: float, needs_entropy_grad: bool) -> tuple[Tensor, Tensor]:
-        values = gathering(batch, temperature, needs_entropy_grad)
-        release_without_gradient(policy)
-        return values
-
-    setattr(policy, name, compute)
-
-
-def release_without_gradient(policy: nn.Module) -> None:
-    """Free FSDP's gathered weights if gradients are disabled; called after a forward pass that no backward pass
-    follows.
-
-    Otherwise ``parameters()`` would return the gathered weights, and they would be used again after an optimizer step
-    has changed the shards.
-    """
-    if not torch.is_grad_enabled():
-        for module in policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    register_fsdp_forward_method(policy, name)  # FSDP gathers weights for it as for forward()
 
 
 def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device) -> None:
