@@ -18,7 +18,7 @@ from rlightning.models.counts import can_count
 from rlightning.models.layers import Checkpointing, should_compile
 from rlightning.optim.optimizer import AdamWSettings
 from rlightning.parallel.device import GIB
-from rlightning.protocols import HasData, HasPromptLimit, has
+from rlightning.protocols import HasConfig, HasData, HasPromptLimit, has
 from rlightning.types.batch_plan import BatchPlan
 
 ACTOR = "actor"
@@ -35,14 +35,8 @@ class PlannedRole(Protocol):
     gradient_checkpointing: Checkpointing
 
 
-class ConfiguredModule(Protocol):
-    """A module with its model's configuration, as a :class:`~rlightning.module.policy_module.PolicyModule` has it."""
-
-    model_config: PreTrainedConfig
-
-
 @runtime_checkable
-class PlannedModule(ConfiguredModule, Protocol):
+class PlannedModule(HasConfig, Protocol):
     """A module whose memory can be planned: it has the batch plan, models and settings that a plan reads, as
     :class:`~rlightning.module.RLModule` has.
     """
@@ -50,6 +44,8 @@ class PlannedModule(ConfiguredModule, Protocol):
     plan: BatchPlan | None
     compiles_layers: bool | None
     generates: bool
+    adapter: LoRA | None
+    kl_coef: float
 
     @property
     def max_model_length(self) -> int:
@@ -57,16 +53,6 @@ class PlannedModule(ConfiguredModule, Protocol):
 
     def configure_roles(self) -> Mapping[str, PlannedRole]:
         """Return the settings of the run's models by role, such as "actor"."""
-
-
-@runtime_checkable
-class AdaptedModule(Protocol):
-    """A module whose actor may have an adapter, with the settings of it that a memory plan reads, as
-    :class:`~rlightning.module.RLModule` has.
-    """
-
-    adapter: LoRA | None
-    kl_coef: float
 
     @property
     def is_own_reference(self) -> bool:
@@ -84,8 +70,8 @@ def read_run(trainer: Trainer, module: object) -> Work:
     actor = roles.pop(ACTOR)
     work = Work(
         config=module.model_config,
-        adapter=module.adapter if isinstance(module, AdaptedModule) else None,
-        is_own_reference=isinstance(module, AdaptedModule) and module.is_own_reference and module.kl_coef > 0,
+        adapter=module.adapter,
+        is_own_reference=module.is_own_reference and module.kl_coef > 0,
         others=tuple(
             RoleMemory(
                 name=name,
@@ -142,7 +128,7 @@ def check_engine(trainer: object, module: object) -> None:
         raise ConfigError(f"{advice[0]} {sum_up(worst, phases[worst])}.")
 
 
-def decide_checkpointing(trainer: Trainer, module: ConfiguredModule) -> tuple[int, str]:
+def decide_checkpointing(trainer: Trainer, module: HasConfig) -> tuple[int, str]:
     """Return how many layers ``gradient_checkpointing="auto"`` checkpoints on the CUDA device, and why.
 
     For a module that is not a :class:`PlannedModule`, all layers.

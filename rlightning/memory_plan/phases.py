@@ -1,8 +1,7 @@
 """Computes the bytes on a rank's device in each phase of a step, the basis of all decisions about memory."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,49 +26,52 @@ FREE_SHARE = 0.1
 STATE, MODELS = frozenset({"optimizer_state"}), frozenset({"parameters", "frozen_models"})
 MOVES = (STATE, STATE | MODELS)
 """Sets of parts to offload while an engine that lacks room is awake; the first sufficient set is used."""
-
-
-def _part(kind: str = "", name: str = "") -> int:
-    """Return a field of PhaseBytes. Kind "transient" is freed within the phase, "engine" is in the engine's share."""
-    part: int = field(default=0, metadata={"kind": kind, "name": name})
-    return part
+PART_NAMES = {
+    "layer_backward": "a layer's backward",
+    "allocator_slack": "allocator's slack",
+    "contexts": "CUDA contexts",
+    "engine_weights": "engine's weights",
+    "engine_activations": "engine's activations",
+    "kv_cache": "KV cache",
+}
+"""Names in tables of the fields of :class:`PhaseBytes` whose own names are not used there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseBytes:
     """The peak bytes on a rank's device in one phase, by part."""
 
-    parameters: int = _part()
-    frozen_models: int = _part()
-    optimizer_state: int = _part()
-    gradients: int = _part()
-    gathered_parameters: int = _part()
-    activations: int = _part("transient")
-    logits_chunk: int = _part("transient")
-    layer_backward: int = _part("transient", "a layer's backward")
-    attention_workspace: int = _part("transient")
-    weight_bucket: int = _part()
-    gathering_window: int = _part()
-    allocator_slack: int = _part(name="allocator's slack")
-    contexts: int = _part(name="CUDA contexts")
-    engine_weights: int = _part("engine", "engine's weights")
-    engine_activations: int = _part("engine", "engine's activations")
-    kv_cache: int = _part("engine", "KV cache")
+    parameters: int = 0
+    frozen_models: int = 0
+    optimizer_state: int = 0
+    gradients: int = 0
+    gathered_parameters: int = 0
+    activations: int = 0
+    logits_chunk: int = 0
+    layer_backward: int = 0
+    attention_workspace: int = 0
+    weight_bucket: int = 0
+    gathering_window: int = 0
+    allocator_slack: int = 0
+    contexts: int = 0
+    engine_weights: int = 0
+    engine_activations: int = 0
+    kv_cache: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return sum(size for _, _, size in self._parts())
+        return sum(field_values(self).values())
 
     @property
     def transient(self) -> int:
         """Bytes that are allocated and freed within the phase."""
-        return sum(size for kind, _, size in self._parts() if kind == "transient")
+        return self.activations + self.logits_chunk + self.layer_backward + self.attention_workspace
 
     @property
     def engine(self) -> int:
         """Bytes of an engine's weights, activations and KV cache, which are in its share of the device."""
-        return sum(size for kind, _, size in self._parts() if kind == "engine")
+        return self.engine_weights + self.engine_activations + self.kv_cache
 
     @property
     def tensors(self) -> int:
@@ -78,12 +80,9 @@ class PhaseBytes:
 
     def by_name(self) -> dict[str, int]:
         """Return the bytes of each part that is not 0, by its name in tables."""
-        return {name: size for _, name, size in self._parts() if size}
-
-    def _parts(self) -> Iterator[tuple[str, str, int]]:
-        sizes = field_values(self)
-        for part in fields(self):
-            yield part.metadata["kind"], part.metadata["name"] or part.name.replace("_", " "), sizes[part.name]
+        return {
+            PART_NAMES.get(field, field.replace("_", " ")): size for field, size in field_values(self).items() if size
+        }
 
 
 @dataclass(frozen=True)

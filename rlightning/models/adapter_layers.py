@@ -52,18 +52,20 @@ def add_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device) -> No
     policy.requires_grad_(False)
     config = peft.LoraConfig(**lora.peft_settings() | {"target_modules": list(lora.modules)})
     peft.inject_adapter_in_model(config, policy, NAME, low_cpu_mem_usage=True)
-    for _, layer in adapted_layers(policy):
+    for layer in adapted_layers(policy).values():
         layer.cast_input_dtype_enabled = False  # autocast, or FSDP, casts the factors to the inputs' dtype
         for factor in (layer.lora_A, layer.lora_B):
             shape, dtype = factor[NAME].weight.shape, torch.get_default_dtype()
             factor[NAME].weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 
-def adapted_layers(policy: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
-    """Yield the adapted layers of a policy by their names in the base model; nothing without an adapter."""
-    for name, module in policy.named_modules():
-        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):
-            yield name, module
+def adapted_layers(policy: nn.Module) -> dict[str, AdaptedLinear]:
+    """Return the adapted layers of a policy by their names in the base model; empty without an adapter."""
+    return {
+        name: module
+        for name, module in policy.named_modules()
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    }
 
 
 @torch.no_grad()
@@ -88,7 +90,7 @@ def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
 
 def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapter's weights, whole or sharded, by their names in PEFT's files."""
-    for name, layer in adapted_layers(policy):
+    for name, layer in adapted_layers(policy).items():
         yield stored_name(name, "A"), layer.lora_A[NAME].weight
         yield stored_name(name, "B"), layer.lora_B[NAME].weight
 
@@ -96,7 +98,7 @@ def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def adapter_off(policy: nn.Module) -> Iterator[None]:
     """Context manager in which the policy computes with its base weights alone, without gradients."""
-    layers = [layer for _, layer in adapted_layers(policy)]
+    layers = adapted_layers(policy).values()
     # Not PEFT's enable_adapters(), which marks the adapter's weights as frozen, and FSDP may read that mark meanwhile.
     for layer in layers:
         layer._disable_adapters = True
@@ -124,7 +126,7 @@ def merged_forward(policy: nn.Module) -> Iterator[None]:
         merged = add_product(weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME])
         return F.linear(x, merged.to(weight.dtype), bias)
 
-    layers = [layer for _, layer in adapted_layers(policy)]
+    layers = adapted_layers(policy).values()
     for layer in layers:
         layer.forward = MethodType(forward, layer)
     try:
@@ -139,7 +141,7 @@ def merged_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Sharded weights stay sharded; ``A`` is gathered.
     """
-    layers = dict(adapted_layers(policy))
+    layers = adapted_layers(policy)
     for name, weight in named_weights(policy):
         layer = layers.get(name.removesuffix(".weight"))
         yield name, weight if layer is None else merge(layer)
@@ -152,11 +154,12 @@ def computed_weights(policy: nn.Module) -> dict[str, Callable[[], Tensor]]:
     These are matrices into which the adapter is merged, and dequantised matrices. The functions are collectives: every
     rank must call them.
     """
-    coded = {name: module for name, module in policy.named_modules() if isinstance(module, CodedLinear)}
     computed: dict[str, Callable[[], Tensor]] = {
-        base_name(f"{name}.weight"): partial(getattr, module, "weight") for name, module in coded.items()
+        base_name(f"{name}.weight"): partial(getattr, module, "weight")
+        for name, module in policy.named_modules()
+        if isinstance(module, CodedLinear)
     }
-    return computed | {f"{name}.weight": partial(merge, layer) for name, layer in adapted_layers(policy)}
+    return computed | {f"{name}.weight": partial(merge, layer) for name, layer in adapted_layers(policy).items()}
 
 
 @torch.no_grad()
@@ -185,7 +188,7 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
     random = torch.Generator().manual_seed(0)
     saved: list[tuple[Tensor, Tensor]] = []
     try:
-        for (_, layer), size in zip(adapted_layers(policy), perturbation_sizes(policy), strict=True):
+        for layer, size in zip(adapted_layers(policy).values(), perturbation_sizes(policy), strict=True):
             b = layer.lora_B[NAME].weight
             values = local_tensor(b.detach())
             saved.append((values, values.clone()))
@@ -203,7 +206,7 @@ def perturbation_sizes(policy: nn.Module) -> list[float]:
 
     A collective over the shards of all ranks: every rank must call it.
     """
-    layers = [layer for _, layer in adapted_layers(policy)]
+    layers = adapted_layers(policy).values()
     sums: list[Tensor] = []
     counts: list[float] = []
     for layer in layers:

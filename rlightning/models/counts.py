@@ -265,31 +265,26 @@ class ModelFlops:
     pair: int
     windows: tuple[tuple[int | None, int], ...]
 
-    def sequences(self, lengths: Tensor, predicted: Tensor | None = None, *, adapter_weights: int = 0) -> Tensor:
-        """Return the floating point operations of forward and backward over each sequence: [N] float64, on the device
-        of ``lengths``.
-
-        Args:
-            lengths: [N], tokens of each sequence.
-            predicted: [N], number of tokens for which the output layer is computed; None for all.
-            adapter_weights: ``P``, the number of weights of the adapter, which alone is trained; 0 without an adapter.
-        """
-        lengths = lengths.double()
-        predicted = lengths if predicted is None else predicted.double()
-        model = 2.0 * self.matrices * lengths + 2.0 * self.head * predicted
-        others = 2.0 * adapter_weights * lengths
-        for window, num_layers in self.windows:
-            others += float(self.pair * num_layers) * visible_pairs(lengths, window)
-        return (2 if adapter_weights else 3) * model + 3 * others
-
 
 def sequence_flops(
     config: PreTrainedConfig, lengths: Tensor, predicted: Tensor | None = None, *, adapter_weights: int = 0
 ) -> Tensor:
-    """Return the floating point operations of forward and backward over each sequence: [N] float64. Arguments are as
-    for :meth:`ModelFlops.sequences`.
+    """Return the floating point operations of forward and backward over each sequence: [N] float64, on the device of
+    ``lengths``.
+
+    Args:
+        config: the model's configuration.
+        lengths: [N], tokens of each sequence.
+        predicted: [N], number of tokens for which the output layer is computed; None for all.
+        adapter_weights: ``P``, the number of weights of the adapter, which alone is trained; 0 without an adapter.
     """
-    return model_flops(config).sequences(lengths, predicted, adapter_weights=adapter_weights)
+    sizes, lengths = model_flops(config), lengths.double()
+    predicted = lengths if predicted is None else predicted.double()
+    model = 2.0 * sizes.matrices * lengths + 2.0 * sizes.head * predicted
+    others = 2.0 * adapter_weights * lengths
+    for window, num_layers in sizes.windows:
+        others += float(sizes.pair * num_layers) * visible_pairs(lengths, window)
+    return (2 if adapter_weights else 3) * model + 3 * others
 
 
 def visible_pairs(lengths: Tensor, window: int | None) -> Tensor:
@@ -318,16 +313,12 @@ def model_flops(config: PreTrainedConfig) -> ModelFlops:
         if parameter.ndim > 1 and not name.endswith("bias")
     ]
     return ModelFlops(
-        matrices=round(sum(p.numel() * (share if _is_expert(name) else 1) for name, p in matrices)),
+        # Shared experts are always active, and have another name.
+        matrices=round(sum(p.numel() * (share if "experts" in name.split(".") else 1) for name, p in matrices)),
         head=head.weight.numel(),
         pair=2 * heads * sum(sizes),
         windows=count_windows(config),
     )
-
-
-def _is_expert(name: str) -> bool:
-    """Return whether a parameter belongs to routed experts; shared experts, which are always active, do not count."""
-    return "experts" in name.split(".")
 
 
 def count_windows(config: PreTrainedConfig) -> tuple[tuple[int | None, int], ...]:

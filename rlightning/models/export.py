@@ -9,25 +9,23 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import revert_weight_conversion
 
 from rlightning.atomic_save import written_aside
 from rlightning.checksums import write_manifest
 from rlightning.models.adapter import LoRA, import_peft
 from rlightning.models.adapter_files import BASE_DIGEST, WEIGHTS_FILE, base_digest
 from rlightning.models.adapter_layers import adapter_parameters, computed_weights
-from rlightning.models.files import torch_dtype
+from rlightning.models.files import is_converted, torch_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.quantized import QuantizedLinear
-from rlightning.models.transformers_internals import keys_left_out, weight_conversions
+from rlightning.models.transformers_internals import keys_left_out
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.collectives import global_rank
 from rlightning.parallel.gathering import gather_into, split_by_bytes
-from rlightning.parallel.sharding import base_name, is_adapter_weight
+from rlightning.parallel.sharding import base_name, is_adapter_weight, reshard
 
 MAX_FILE_BYTES = 4 << 30
 """Maximum bytes of a safetensors file, and of host memory on the writing rank; a larger tensor has its own file."""
@@ -66,7 +64,7 @@ def save_policy(
         name: buffer.dtype for name, buffer in policy.named_buffers() if name in weights
     }  # a router's biases keep their dtype: they decide between experts with close scores
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in weights.items()}
-    batch_bytes = math.inf if _is_stored_converted(policy) else max_file_bytes
+    batch_bytes = math.inf if is_converted(policy) else max_file_bytes  # converting back needs all weights together
     batches = list(split_by_bytes(sizes, sizes.__getitem__, batch_bytes))
     if global_rank() == WRITER:
         with written_aside(path) as folder:
@@ -87,9 +85,7 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
     For a policy with an adapter, return those of the base model. Quantised matrices are placeholders on the meta
     device.
     """
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # some are still gathered after a forward pass, in the dtype it computed in
+    reshard(policy)  # some are still gathered after a forward pass, in the dtype it computed in
     tied_names = {name for name, _ in policy.named_parameters(remove_duplicate=False)}
     tied_names -= {name for name, _ in policy.named_parameters()}
     ignored = tied_names | keys_left_out(policy)
@@ -104,17 +100,6 @@ def exported_weights(policy: PreTrainedModel) -> dict[str, Tensor]:
         for name, tensor in weights.items()
         if name not in ignored and not is_adapter_weight(name)
     }
-
-
-def _is_stored_converted(policy: PreTrainedModel) -> bool:
-    """Return whether files store weights in another form than transformers uses, such as one tensor for each expert.
-
-    The conversion back needs all weights together.
-    """
-    conversions = weight_conversions(policy)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(policy, add_legacy=False)
-    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
 def _gather(

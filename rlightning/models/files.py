@@ -15,11 +15,14 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from rlightning.checksums import MANIFEST, DamagedError, verify_manifest
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
 from rlightning.models.counts import build_empty
+from rlightning.models.transformers_internals import weight_conversions
 
 log = logging.getLogger(__name__)
 
@@ -107,18 +110,25 @@ def stored_dtype(files: Mapping[str, Path]) -> torch.dtype | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def find_names(model: str) -> set[str]:
-    """Return the weight names of a local folder in safetensors or PyTorch format; empty for other formats."""
-    names = set(find_weights(model))
+def is_converted(policy: PreTrainedModel) -> bool:
+    """Return whether a model's files store weights in another form than transformers uses, such as one tensor for each
+    expert, rather than only under other names.
+    """
+    conversions = weight_conversions(policy)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(policy, add_legacy=False)
+    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
+
+
+def _find_bin_names(model: str) -> set[str]:
+    """Return the weight names of a local folder in PyTorch's format; empty for other formats."""
     index, single = Path(model) / f"{_BIN}.index.json", Path(model) / _BIN
     try:
-        if not names and single.is_file():
-            names = set(torch.load(single, map_location="meta", weights_only=True))
-        elif not names and index.is_file():
-            names = set(read_index(index))
+        if single.is_file():
+            return set(torch.load(single, map_location="meta", weights_only=True))
+        return set(read_index(index)) if index.is_file() else set()
     except (OSError, RuntimeError, ValueError, UnpicklingError) as error:
         raise ConfigError(f"model='{model}' has no readable weights: {cut_line(error)}") from error
-    return names
 
 
 def check_folder(model: str, config: PreTrainedConfig) -> None:
@@ -130,8 +140,9 @@ def check_folder(model: str, config: PreTrainedConfig) -> None:
     Raises:
         ConfigError: the output layer is missing, or differs from the embedding to which it should be tied.
     """
-    check_head(model, config, find_weights(model))
-    names, policy = find_names(model), build_empty(config)
+    files, policy = find_weights(model), build_empty(config)
+    check_head(model, config, files)
+    names = set(files) or _find_bin_names(model)
     embedding, head = policy.get_input_embeddings(), policy.get_output_embeddings()
     own = [name for name, weight in policy.named_parameters() if head is not None and weight is head.weight]
     is_stored = any(name.endswith(".".join(own[0].split(".")[-2:])) for name in names) if own else True

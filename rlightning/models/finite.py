@@ -28,15 +28,14 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], consequence: str) -> Non
 @torch.no_grad()
 def find_not_finite(weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Return the names of weights that contain NaN or infinity, with one synchronisation per device."""
-    bounds = {name: local_tensor(weight.detach()) for name, weight in weights if weight.is_floating_point()}
-    by_device: dict[torch.device, list[str]] = {}
-    for name, weight in bounds.items():
-        if weight.numel():
-            by_device.setdefault(weight.device, []).append(name)
+    bounds_by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, weight in weights:
+        own = local_tensor(weight.detach())
+        if own.is_floating_point() and own.numel():
+            # Both are NaN for a tensor with a NaN; neither needs memory.
+            bounds_by_device.setdefault(own.device, {})[name] = torch.stack(own.aminmax()).float()
     names: list[str] = []
-    for some in by_device.values():
-        # Both are NaN for a tensor with a NaN; neither needs memory.
-        least_and_most = torch.stack([torch.stack(bounds[name].aminmax()).float() for name in some])
-        is_finite = least_and_most.isfinite().all(dim=1).tolist()
-        names += [name for name, fine in zip(some, is_finite, strict=True) if not fine]
+    for bounds in bounds_by_device.values():
+        is_finite = torch.stack(list(bounds.values())).isfinite().all(dim=1).tolist()
+        names += [name for name, fine in zip(bounds, is_finite, strict=True) if not fine]
     return names

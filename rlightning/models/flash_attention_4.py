@@ -53,7 +53,8 @@ def flash_attention(
     The maximum length is not passed to the package, which would compile separate kernels for short sequences.
     """
     bounds = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-    out: Tensor = _forward(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, scaling, window)[0]
+    tokens_left = None if window is None else window - 1
+    out: Tensor = _forward(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, scaling, tokens_left)[0]
     return out
 
 
@@ -141,9 +142,12 @@ def _forward(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     scaling: float | None,
-    window: int | None,
+    tokens_left: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result [T, H, D] and the log-sum-exps [H, T]."""
+    """Return the result [T, H, D] and the log-sum-exps [H, T].
+
+    ``tokens_left`` is the number of earlier tokens that a token attends to; None for all.
+    """
     out, sums = import_module(INTERFACE).flash_attn_varlen_func(
         q,
         k,
@@ -152,7 +156,7 @@ def _forward(
         cu_seqlens_k=cu_seqlens_k,
         softmax_scale=scaling,
         causal=True,
-        window_size=(_tokens_left(window), None),
+        window_size=(tokens_left, None),
         return_lse=True,
     )
     return out, sums
@@ -174,7 +178,7 @@ def _backward(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     scaling: float | None,
-    window: int | None,
+    tokens_left: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     # The package has no public function for its backward alone; torch's integration calls this function, too.
@@ -187,7 +191,7 @@ def _backward(
         sums,
         softmax_scale=scaling,
         causal=True,
-        window_size_left=_tokens_left(window),
+        window_size_left=tokens_left,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -201,19 +205,14 @@ def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: object) -> tuple
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scaling, ctx.window = inputs
+    *tensors, ctx.scaling, ctx.tokens_left = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, cu_seqlens_q, cu_seqlens_k, out, sums = ctx.saved_tensors
-    grads = _backward(grad, q, k, v, out, sums, cu_seqlens_q, cu_seqlens_k, ctx.scaling, ctx.window)
+    grads = _backward(grad, q, k, v, out, sums, cu_seqlens_q, cu_seqlens_k, ctx.scaling, ctx.tokens_left)
     return *grads, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def _tokens_left(window: int | None) -> int | None:
-    """Return how many earlier tokens a token attends to; None for all."""
-    return None if window is None else window - 1

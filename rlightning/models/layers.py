@@ -85,13 +85,9 @@ def cache_folder() -> str:
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(name) in (None, default_cache_dir()):  # torch may have set it to its default
-        os.environ[name] = str(user_cache() / "torchinductor")
+        user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        os.environ[name] = str(Path(user_cache) / "rlightning/torchinductor")
     return os.environ[name]
-
-
-def user_cache() -> Path:
-    """Return the folder in which this package caches files for the user's later runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rlightning"
 
 
 def compile_layers(policy: PreTrainedModel) -> None:

@@ -19,7 +19,7 @@ FLOOR = tl.constexpr(-1e30)
 
 
 def summarize_logits(
-    logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None
+    logits: Tensor, targets: Tensor, temperature: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-sum-exp, target's logit and entropy of each row of logits [C, V], by a Triton kernel. Arguments and
     result are those of :func:`rlightning.models.output_layer.summarize_logits`.
@@ -34,7 +34,6 @@ def summarize_logits(
         num_logits,
         1 / temperature,
         softcap or 1.0,
-        has_temperatures=isinstance(temperature, Tensor),
         has_softcap=softcap is not None,
         block=BLOCK,
         num_warps=NUM_WARPS,
@@ -50,7 +49,7 @@ def differentiate_logits(
     entropy: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
-    temperature: float | Tensor,
+    temperature: Tensor,
     softcap: float | None,
 ) -> None:
     """Overwrite logits [C, V] with their gradient, by a Triton kernel. Arguments are those of
@@ -67,7 +66,6 @@ def differentiate_logits(
         num_logits,
         1 / temperature,
         softcap or 1.0,
-        has_temperatures=isinstance(temperature, Tensor),
         has_softcap=softcap is not None,
         has_entropy=grad_entropy is not None,
         block=BLOCK,
@@ -88,15 +86,14 @@ def _summarize(  # type: ignore[no-untyped-def]
     found,
     num_tokens,
     num_logits,
-    inverse_temperature,  # a number, or a pointer to one for each token
+    inverse_temperatures,
     softcap,
-    has_temperatures: tl.constexpr,
     has_softcap: tl.constexpr,
     block: tl.constexpr,
 ):
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * num_logits
-    scale = tl.load(inverse_temperature + token) if has_temperatures else inverse_temperature
+    scale = tl.load(inverse_temperatures + token)
     largest = FLOOR
     total = tl.zeros([block], dtype=tl.float32)
     weighted = tl.zeros([block], dtype=tl.float32)
@@ -135,16 +132,15 @@ def _differentiate(  # type: ignore[no-untyped-def]
     grads_logprob,
     grads_entropy,
     num_logits,
-    inverse_temperature,  # a number, or a pointer to one for each token
+    inverse_temperatures,
     softcap,
-    has_temperatures: tl.constexpr,
     has_softcap: tl.constexpr,
     has_entropy: tl.constexpr,
     block: tl.constexpr,
 ):
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * num_logits
-    scale = tl.load(inverse_temperature + token) if has_temperatures else inverse_temperature
+    scale = tl.load(inverse_temperatures + token)
     target = tl.load(targets + token)
     normalizer = tl.load(normalizers + token)
     grad_logprob = tl.load(grads_logprob + token)

@@ -12,6 +12,7 @@ from rlightning.models.architecture import can_share_prefixes
 from rlightning.models.attention import packed_inputs
 from rlightning.models.counts import read_setting
 from rlightning.models.output_layer import chunked_logprobs
+from rlightning.parallel.sharding import release_without_gradient
 from rlightning.types import RolloutBatch
 
 
@@ -43,7 +44,9 @@ def packed_logprobs(
         distributions truncated to ``batch.supports``, if that is set.
     """
     if isinstance(model, ShardedPolicy):
-        return model.compute_packed_logprobs(batch, temperature, needs_entropy_grad)
+        values = model.compute_packed_logprobs(batch, temperature, needs_entropy_grad)
+        release_without_gradient(model)
+        return values
     return compute_packed_logprobs(model, batch, temperature, needs_entropy_grad)
 
 

@@ -49,10 +49,10 @@ class _Settings:
     """The arguments of :func:`chunked_logprobs`, and the ranks that split the vocabulary, ``group``; None without any.
 
     ``kept`` [M, K] are the token ids of the supports, relative to this rank's part of the vocabulary; others are
-    outside of it.
+    outside of it. ``temperature`` is [M, 1].
     """
 
-    temperature: float | Tensor
+    temperature: Tensor
     softcap: float | None
     needs_entropy_grad: bool
     group: dist.ProcessGroup | None
@@ -91,6 +91,10 @@ def chunked_logprobs(
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    if isinstance(temperature, Tensor):
+        temperature = temperature[:, None]
+    else:
+        temperature = hidden.new_full((len(hidden), 1), temperature, dtype=_wide(hidden.dtype))
     group, own_targets = None, targets
     kept = torch.empty(len(targets), 0, dtype=torch.int32, device=targets.device) if supports is None else supports
     if isinstance(weight, DTensor):
@@ -121,8 +125,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         found = hidden.new_empty(3, len(hidden), dtype=_wide(hidden.dtype))
         kept_logits = found.new_empty(settings.kept.shape)
         for own, logits in _chunks(hidden, weight.to(hidden.dtype)):
-            temperature = _of_chunk(settings.temperature, own)
-            summary = _kernels(logits).summarize_logits(logits, targets[own], temperature, settings.softcap)
+            summary = _kernels(logits).summarize_logits(
+                logits, targets[own], settings.temperature[own], settings.softcap
+            )
             found[:, own] = torch.stack(summary)
             places, is_here = _find_places(settings.kept[own], logits)
             kept_logits[own] = logits.gather(1, places).where(is_here, 0.0)
@@ -155,7 +160,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 entropy[own],
                 grad_logprobs[own],
                 grad_entropy[own] if settings.needs_entropy_grad else None,
-                _of_chunk(settings.temperature, own),
+                settings.temperature[own],
                 settings.softcap,
             )
             logits.scatter_add_(1, places, grad_kept[own].where(is_here, 0.0).to(logits.dtype))
@@ -169,10 +174,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _find_places(kept: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of the supports' logits, 0 for other ranks', and which of them this rank has: each [C, K]."""
-    is_here = (kept >= 0) & (kept < logits.shape[1])
-    return kept.where(is_here, 0).long(), is_here
+def _find_places(token_ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices of tokens' logits, 0 for other ranks', and which of them this rank has: each [C, K]."""
+    is_here = (token_ids >= 0) & (token_ids < logits.shape[1])
+    return token_ids.where(is_here, 0).long(), is_here
 
 
 def chunk_tokens(row_bytes: int) -> int:
@@ -195,17 +200,17 @@ def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Return logits [C, V] or [C] in at least float32, bounded by ``softcap`` (None for no bound) and then divided by
-    the temperature.
+    """Return logits [C, V] in at least float32, bounded by ``softcap`` (None for no bound) and then divided by the
+    temperature, a number or [C, 1].
     """
     logits = logits.to(_wide(logits.dtype))
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    return logits / _by_row(temperature, logits)
+    return logits / temperature
 
 
 def summarize_logits(
-    logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None
+    logits: Tensor, targets: Tensor, temperature: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-sum-exp of each token's logits, its target's logit, and the entropy of its softmax, over this
     rank's part of the vocabulary.
@@ -213,25 +218,17 @@ def summarize_logits(
     Args:
         logits: [C, V].
         targets: [C]; a target outside of 0 to V - 1 belongs to another rank.
-        temperature: one value for all tokens, or [C].
+        temperature: [C, 1].
         softcap: see :func:`chunked_logprobs`.
 
     Returns:
         Each [C]: the log-sum-exp of the logits, the target's logit (0 if it is another rank's), and the entropy of
         their softmax.
     """
-    normalizer, entropy = normalize(scale_logits(logits, temperature, softcap))
-    return normalizer, pick_logits(logits, targets, temperature, softcap), entropy
-
-
-def pick_logits(logits: Tensor, targets: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:
-    """Return the logit of each target after softcap and temperature: [C]; 0 if the target belongs to another rank's
-    part of the vocabulary.
-    """
-    num_logits = logits.shape[-1]
-    is_here = (targets >= 0) & (targets < num_logits)
-    picked = logits.gather(-1, targets.clamp(0, num_logits - 1)[:, None])[:, 0]
-    return scale_logits(picked, temperature, softcap).where(is_here, 0.0)
+    scaled = scale_logits(logits, temperature, softcap)
+    normalizer, entropy = normalize(scaled)
+    places, is_here = _find_places(targets[:, None], scaled)
+    return normalizer, scaled.gather(1, places).where(is_here, 0.0)[:, 0], entropy
 
 
 def normalize(scaled: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,9 +249,6 @@ def merge_parts(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts: [G, 3, M], from :func:`summarize_logits`. The total entropy is that of the choice of a part, plus the
             mean of the parts' own entropies.
     """
-    if len(parts) == 1:
-        normalizer, picked, entropy = parts[0]
-        return normalizer, picked, entropy
     normalizers, picked, entropies = parts.unbind(1)
     normalizer = normalizers.logsumexp(0)
     log_chances = normalizers - normalizer
@@ -268,45 +262,27 @@ def differentiate_logits(
     entropy: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
-    temperature: float | Tensor,
+    temperature: Tensor,
     softcap: float | None,
 ) -> None:
     """Overwrite a chunk's logits with the loss's gradient with respect to them, from the gradients with respect to
     their log-probabilities and entropies.
 
     With the softmax p of the scaled logits x, the gradient of log p[t] is ``1[v = t] - p[v]``, that of the entropy H is
-    ``-p[v] (log p[v] + H)``. Arguments are [C], except for the logits [C, V]; normalizer and entropy are those over all
-    ranks' logits.
+    ``-p[v] (log p[v] + H)``. Arguments are [C], except for the logits [C, V] and the temperature [C, 1]; normalizer and
+    entropy are those over all ranks' logits.
     """
     scaled = scale_logits(logits, temperature, softcap)
-    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    given = (normalizer, entropy, grad_logprobs, grad_entropy, temperature, softcap)
-    logits.copy_(logit_gradient(scaled, is_target, *given))
-
-
-def logit_gradient(
-    scaled: Tensor,
-    is_target: Tensor,
-    normalizer: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-) -> Tensor:
-    """Return the loss's gradient with respect to logits before softcap and temperature, given the scaled logits and
-    ``is_target``, both [C, V]. Other arguments are those of :func:`differentiate_logits`.
-    """
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     table = scaled - normalizer[:, None]
     chances = table.exp()
     gradient = grad_logprobs[:, None] * (is_target.to(chances.dtype) - chances)
     if grad_entropy is not None:
         gradient = gradient - grad_entropy[:, None] * chances * (table + entropy[:, None])
-    temperature = _by_row(temperature, scaled)
     gradient = gradient / temperature
     if softcap is not None:
         gradient = gradient * (1 - (scaled * (temperature / softcap)).square())
-    return gradient
+    logits.copy_(gradient)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -317,15 +293,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:  # not on the CPU, where a product in bfloat16 is rounded before it is added
         total.add_(left @ right)
-
-
-def _by_row(temperature: float | Tensor, logits: Tensor) -> float | Tensor:
-    """Return the temperature in a shape that broadcasts over the logits."""
-    return temperature[:, None] if isinstance(temperature, Tensor) and logits.ndim == 2 else temperature
-
-
-def _of_chunk(temperature: float | Tensor, own: slice) -> float | Tensor:
-    return temperature[own] if isinstance(temperature, Tensor) else temperature
 
 
 def _gather(found: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Loads a Hugging Face causal language model as a policy."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,18 @@ from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
+from rlightning.models.adapter import LoRA
+from rlightning.models.adapter_layers import add_adapter, initialize_adapter
 from rlightning.models.architecture import BUILD_ERRORS, check_config, check_policy
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import other_shape, untied_head
+from rlightning.models.quantized import quantize_layers
 from rlightning.models.remote_code import read_config, read_tokenizer
 from rlightning.models.routers import keep_routers_float32
 
@@ -150,6 +149,39 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
     check_policy(model, policy)
     narrow_residuals(policy)
     keep_routers_float32(policy)
+    return policy
+
+
+def load_whole_policy(
+    model: str,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    frozen_dtype: torch.dtype | None = None,
+    adapter: LoRA | None = None,
+) -> PreTrainedModel:
+    """Load a policy as :func:`load_policy` does, onto a device.
+
+    Args:
+        model: a folder, or a name on the Hugging Face hub.
+        device: of the parameters.
+        dtype: of the parameters.
+        frozen_dtype: of the matrices if the policy is frozen (:func:`hold_as_computed`); None if it
+            is trained.
+        adapter: adapter that is trained on a frozen policy.
+    """
+    # What is cast is read on the host: on the device, Lightning's default here, float32 would need room first.
+    with nullcontext() if frozen_dtype is None else torch.device("cpu"):
+        policy = load_policy(model, dtype)
+    if frozen_dtype is not None:
+        hold_as_computed(policy, frozen_dtype)
+    if adapter is not None:
+        add_adapter(policy, adapter, device)
+        if adapter.quantize_base is not None:
+            quantize_layers(policy, set(adapter.quantized), adapter.quantize_base, device)
+    policy = nn.Module.to(policy, device)
+    if adapter is not None:
+        initialize_adapter(policy, adapter)
     return policy
 
 

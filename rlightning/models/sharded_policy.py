@@ -15,31 +15,28 @@ from types import MethodType
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 
 from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA
 from rlightning.models.adapter_layers import add_adapter, initialize_adapter
 from rlightning.models.architecture import check_architecture, not_finite
 from rlightning.models.attention import PACKED_ATTENTION
-from rlightning.models.files import check_head, find_weights, other_shape
+from rlightning.models.files import check_head, find_weights, is_converted, other_shape
 from rlightning.models.finite import find_not_finite
 from rlightning.models.layers import decoder_layers
-from rlightning.models.logprobs import ShardedPolicy, compute_packed_logprobs
+from rlightning.models.logprobs import compute_packed_logprobs
 from rlightning.models.policy import load_config, load_policy, remove_dropout
 from rlightning.models.routers import keep_routers_float32
 from rlightning.models.tensor_parallel import check_tensor_parallel, parallelize
 from rlightning.models.transformers_internals import initialize_buffers_of
 from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.gathering import local_box, local_part
-from rlightning.parallel.sharding import Sharding, local_tensor, named_weights
+from rlightning.parallel.sharding import Sharding, local_tensor, named_weights, release_without_gradient
 from rlightning.torch_internals import non_persistent_buffers
-from rlightning.types import RolloutBatch
 
 log = logging.getLogger(__name__)
 
@@ -94,38 +91,9 @@ def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
     # Embedding and output layer are needed first in the backward pass: they stay gathered until then.
     sharding.shard(policy, precision, reshard_after_forward=False)
     policy.register_forward_hook(lambda *_: release_without_gradient(policy))
-    add_packed_logprobs(policy)
-
-
-def add_packed_logprobs(policy: PreTrainedModel) -> None:
-    """Give a sharded policy the method ``compute_packed_logprobs``, for which FSDP gathers weights as it does for
-    ``forward()``.
-    """
     name = compute_packed_logprobs.__name__
     setattr(policy, name, MethodType(compute_packed_logprobs, policy))
-    register_fsdp_forward_method(policy, name)
-    assert isinstance(policy, ShardedPolicy)
-    gathering = policy.compute_packed_logprobs
-
-    def compute(batch: RolloutBatch, temperature: float, needs_entropy_grad: bool) -> tuple[Tensor, Tensor]:
-        values = gathering(batch, temperature, needs_entropy_grad)
-        release_without_gradient(policy)
-        return values
-
-    setattr(policy, name, compute)
-
-
-def release_without_gradient(policy: nn.Module) -> None:
-    """Free FSDP's gathered weights if gradients are disabled; called after a forward pass that no backward pass
-    follows.
-
-    Otherwise ``parameters()`` would return the gathered weights, and they would be used again after an optimizer step
-    has changed the shards.
-    """
-    if not torch.is_grad_enabled():
-        for module in policy.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    register_fsdp_forward_method(policy, name)  # FSDP gathers weights for it as for forward()
 
 
 def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device) -> None:
@@ -169,14 +137,6 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
         raise not_finite(model, sorted(set(broken)))
 
 
-def is_converted(policy: PreTrainedModel) -> bool:
-    """Return whether transformers may convert this model's weights while loading, such as merge tensors, rather than
-    only rename them.
-    """
-    conversions = get_checkpoint_conversion_mapping(policy.config.get_text_config().model_type) or []
-    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
-
-
 def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
     """Read this rank's part of each weight in ``targets`` from the safetensors ``files`` into the target tensor."""
     for path in sorted(set(files.values())):
@@ -184,13 +144,14 @@ def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, P
         try:
             with safe_open(path, "pt") as file:
                 for name in names:
-                    stored = file.get_slice(name)
-                    if list(stored.get_shape()) != list(targets[name].shape):
-                        raise other_shape(model, name, stored.get_shape(), targets[name].shape)
-                    target = local_tensor(targets[name])
-                    if target.numel():  # a shard may be empty, which some versions of safetensors cannot read
-                        own = _slices(targets[name])
-                        target.copy_(stored[own] if own else file.get_tensor(name))
+                    stored, target = file.get_slice(name), targets[name]
+                    if list(stored.get_shape()) != list(target.shape):
+                        raise other_shape(model, name, stored.get_shape(), target.shape)
+                    own = local_tensor(target)
+                    if not isinstance(target, DTensor):
+                        own.copy_(file.get_tensor(name))
+                    elif own.numel():  # a shard may be empty, which some versions of safetensors cannot read
+                        own.copy_(stored[local_box(target).slices])
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
 
@@ -218,11 +179,3 @@ def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:
         weight = whole[name].to(device) if is_first else torch.empty(target.shape, dtype=target.dtype, device=device)
         dist.broadcast(weight, src=0)
         local_tensor(target).copy_(local_part(weight, target))
-
-
-def _slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the slices, along each dimension, of this rank's part of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, size) for size in tensor.shape)
-    box = local_box(tensor)
-    return tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))

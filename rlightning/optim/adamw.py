@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -82,9 +82,7 @@ class StoredMomentsAdamW(AdamW):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict with moments in any stored format, and convert them to this optimizer's format."""
         super().load_state_dict({**state_dict, "state": {}})
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
+        for number, parameter in parameters_by_number(self, state_dict).items():
             if saved := state_dict["state"].get(number):
                 self.state[parameter] = self._convert_saved(saved, parameter, seed=f"loaded {number}")
 
@@ -146,11 +144,16 @@ def fetch(state: State, parameter: Tensor) -> State:
 
 def fetch_all(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Return a state dict for a plain AdamW: moments of any stored format are converted to the parameters' dtype."""
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    owners = dict(zip(numbers, parameters, strict=True))
+    owners = parameters_by_number(optimizer, state_dict)
     states = {n: fetch(state, owners[n]) for n, state in state_dict["state"].items() if state}
     return {**state_dict, "state": states}
+
+
+def parameters_by_number(optimizer: Optimizer, state_dict: StateDict) -> dict[int, nn.Parameter]:
+    """Return an optimizer's parameters by their numbers in a state dict."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return dict(zip(numbers, parameters, strict=True))
 
 
 def seeded(seed: str, parameter: Tensor, device: torch.device) -> Generator:

@@ -53,8 +53,12 @@ def named_optimizer_state(optimizer: Optimizer, module: nn.Module) -> StateDict:
     }
 
 
-def numbered_optimizer_state(named: StateDict) -> StateDict:
-    """Return a ``state_dict`` with parameter numbers in place of names, as ``Optimizer.load_state_dict`` expects."""
+def numbered_optimizer_state(named: StateDict, tensors: Mapping[str, Tensor], number: int) -> StateDict:
+    """Return the ``state_dict`` of the optimizer of index ``number``, as ``Optimizer.load_state_dict`` expects it: with
+    a folder's tensors, and with parameter numbers in place of names.
+    """
+    for key, name, what in _keys_of_optimizer(tensors, number):
+        named["state"].setdefault(name, {})[what] = tensors[key]
     order = [name for group in named["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
     return {
@@ -203,16 +207,15 @@ def read_optimizer(
             f"ckpt_path={folder} optimizes '{unknown[0]}', which this model does not have. Name its own model in model."
         )
     tensors: dict[str, Tensor] = {}
-    for key, name, what in _keys_of_optimizer(stored, number):
+    for key, name, _ in _keys_of_optimizer(stored, number):
         like, entry = parameters[name].detach(), stored[key]
         device = torch.device("cpu") if is_on_host else like.device
         tensors[key] = empty_shard(like, entry.size, entry.properties.dtype, device)
-        named["state"].setdefault(name, {})[what] = tensors[key]
     _read(folder, tensors)
-    return numbered_optimizer_state(named)
+    return numbered_optimizer_state(named, tensors, number)
 
 
-def _keys_of_optimizer(stored: Stored, number: int) -> Iterator[tuple[str, str, str]]:
+def _keys_of_optimizer(stored: Iterable[str], number: int) -> Iterator[tuple[str, str, str]]:
     """Yield the keys of an optimizer's tensors, each with the parameter's name and its key in the optimizer's state."""
     prefix = f"optimizer/{number}/"
     for key in stored:
@@ -253,9 +256,7 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> StateDict:
     del meta[FORMAT]
     meta["state_dict"] = weights | {name: weights[first] for name, first in tied.items()}
     for number, named in enumerate(meta.get("optimizer_states", [])):
-        for key, name, what in _keys_of_optimizer(stored, number):
-            named["state"].setdefault(name, {})[what] = tensors[key]
-        meta["optimizer_states"][number] = numbered_optimizer_state(named)
+        meta["optimizer_states"][number] = numbered_optimizer_state(named, tensors, number)
     return meta
 
 

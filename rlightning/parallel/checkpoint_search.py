@@ -2,10 +2,10 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -24,24 +24,15 @@ FOLDER_DEPTH = 4
 """Levels of this folder that are searched, independent of the configuration, since all of it belongs to the run."""
 
 
-class Place(NamedTuple):
-    """A folder with checkpoints of a run, and the depth to which its subfolders are searched.
-
-    Attributes:
-        folder: the ``dirpath`` of a ``ModelCheckpoint``, or its default.
-        depth: number of folder levels below it that may contain checkpoints: metric names in ``filename`` may have
-            slashes.
-    """
-
-    folder: Path
-    depth: int
-
-
-def find_places(root: Path, callbacks: object) -> list[Place]:
+def find_places(root: Path, callbacks: object) -> dict[Path, int]:
     """Return the folders to which the run in ``root`` saves checkpoints, by its saved and its current configuration.
 
     Args:
         callbacks: ``trainer.callbacks`` of the configuration: class paths with their arguments; or the objects.
+
+    Returns:
+        For the ``dirpath`` of each ``ModelCheckpoint``, or its default, the number of folder levels below it that may
+        contain checkpoints: metric names in ``filename`` may have slashes.
     """
     places = {root / FOLDER: FOLDER_DEPTH}
     moved = set()
@@ -54,7 +45,7 @@ def find_places(root: Path, callbacks: object) -> list[Place]:
             elif written in moved:
                 continue  # this run is a copy of the run whose folder the file names
             places[folder] = max(depth, places.get(folder, 0))
-    return [Place(folder, depth) for folder, depth in places.items()]
+    return places
 
 
 def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: str | None) -> str | None:
@@ -78,7 +69,7 @@ def settle_checkpoint(command: str, root: Path, callbacks: object, ckpt_path: st
     return str(last.path)
 
 
-def check_checkpoints(command: str, root: Path, places: Sequence[Place], ckpt_path: str | None) -> None:
+def check_checkpoints(command: str, root: Path, places: Mapping[Path, int], ckpt_path: str | None) -> None:
     """Raise a ConfigError if ``ckpt_path`` cannot be loaded, or a new run would use another run's folders.
 
     It cannot be loaded if it is missing or damaged, or is "best", which only the finished run knew.
@@ -115,7 +106,7 @@ def _check_named(path: Path) -> None:
         ) from error
 
 
-def find_last(command: str, places: Sequence[Place]) -> SavedState:
+def find_last(command: str, places: Mapping[Path, int]) -> SavedState:
     """Return the undamaged checkpoint with the highest step in ``places``, or raise a ConfigError if there is none.
 
     Only rank 0 compares checksums, and all ranks load its checkpoint.
@@ -128,7 +119,7 @@ def find_last(command: str, places: Sequence[Place]) -> SavedState:
     latest = latest_checkpoint(saved, to_resume=command == "fit", verifies=is_rank_0())
     if latest is not None:
         return latest
-    searched = " or ".join(str(place.folder) for place in places)
+    searched = " or ".join(map(str, places))
     if saved:
         raise ConfigError(
             f"ckpt_path=last: no checkpoint in {searched} can be continued: they are damaged, or hold weights alone "
@@ -146,8 +137,8 @@ def is_rank_0() -> bool:
     return not is_other_rank() and os.environ.get("NODE_RANK", "0") == "0"
 
 
-def _list(places: Sequence[Place]) -> list[Path]:
-    return [path for place in places for path in list_checkpoints(place.folder, place.depth)]
+def _list(places: Mapping[Path, int]) -> list[Path]:
+    return [path for folder, depth in places.items() for path in list_checkpoints(folder, depth)]
 
 
 def _saved_callbacks(root: Path) -> Iterator[tuple[Path, object]]:

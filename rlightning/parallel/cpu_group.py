@@ -81,8 +81,7 @@ def renew_connection() -> None:
     """
     world = dist.group.WORLD
     assert world is not None
-    if (left := _connections.get(world)) is not None:
-        _left.append(left)
+    _left.append(_connections[world])
     _connections[world] = _connect(world)
 
 

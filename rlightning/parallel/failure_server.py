@@ -62,12 +62,9 @@ class FailureServer:
         self._on_first, self._find_cause, self._on_report, self._on_leave = on_first, find_cause, on_report, on_leave
         self.key = new_key()
         self.cleaning_up, self.is_over = set[int](), threading.Event()
-        if socket.has_dualstack_ipv6():
-            self._listener = socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN
-            )
-        else:
-            self._listener = socket.create_server(("", 0), backlog=socket.SOMAXCONN)
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual, backlog=socket.SOMAXCONN)
         self.port = int(self._listener.getsockname()[1])
         self._peers: dict[int, Peer] = {}
         self._sending: set[asyncio.Task[None]] = set()

@@ -378,15 +378,14 @@ class FailureWatch:
     def _end_children(self) -> None:
         """Wait for child ranks up to the grace period; kill those that have not ended if a rank has failed."""
         if self._first is not None and self._server is not None:
-            stuck, reacted = dict(enumerate(self.children, start=1)), self._server.cleaning_up
+            reacted = self._server.cleaning_up
 
-            def have_reacted() -> bool:
-                for rank in [rank for rank, child in stuck.items() if child.poll() is not None or rank in reacted]:
-                    del stuck[rank]
-                return not stuck
+            def find_stuck() -> "list[subprocess.Popen[bytes]]":
+                ranks = enumerate(self.children, start=1)
+                return [child for rank, child in ranks if rank not in reacted and child.poll() is None]
 
-            Deadline(intervals.STUCK_GRACE).wait_until(have_reacted)
-            for child in stuck.values():
+            Deadline(intervals.STUCK_GRACE).wait_until(lambda: not find_stuck())
+            for child in find_stuck():
                 child.kill()
         end_children(self.children, self.grace)
 

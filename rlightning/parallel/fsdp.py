@@ -166,8 +166,10 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
         kept = sharded
         if self.reshard_after_forward:
             kept = [module for module in self.model.children() if isinstance(module, FSDPModule)]
+        is_partial = self.reduce_every_microbatch
+        set_sync = FSDPModule.set_requires_all_reduce if is_partial else FSDPModule.set_requires_gradient_sync
         for module in sharded:
-            self._require_sync(module, False)
+            set_sync(module, False, recurse=False)
         for module in kept:
             module.set_reshard_after_backward(False, recurse=False)
         try:
@@ -178,7 +180,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
             raise
         finally:
             for module in sharded:
-                self._require_sync(module, True)
+                set_sync(module, True, recurse=False)
             for module in kept:
                 module.set_reshard_after_backward(True, recurse=False)
 
@@ -186,12 +188,6 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
         """Average the gradients of unsharded parameters over all ranks, which must all call this before each step."""
         assert self.model is not None
         average_gradients(self.model)
-
-    def _require_sync(self, module: FSDPModule, is_required: bool) -> None:
-        if self.reduce_every_microbatch:
-            module.set_requires_all_reduce(is_required, recurse=False)
-        else:
-            module.set_requires_gradient_sync(is_required, recurse=False)
 
 
 StrategyRegistry.register("fsdp2", FSDP, description="FSDP2: weights, gradients and optimizer state are sharded.")

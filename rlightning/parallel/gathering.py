@@ -16,6 +16,7 @@ Letters: ``g`` ranks that hold different parts.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self, TypeVar
 
 import torch
@@ -50,11 +51,10 @@ class Box:
         """The number of elements in the slice."""
         return math.prod(self.shape)
 
-    def of(self, full: Tensor) -> Tensor:
-        """Return the slice of ``full``, a tensor of the full shape, as a view."""
-        for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
-            full = full.narrow(dim, start, length)
-        return full
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the slice in a tensor of the full shape."""
+        return tuple(slice(start, start + length) for start, length in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
 
     If ``like`` is not sharded, return ``whole``.
     """
-    return local_box(like).of(whole) if isinstance(like, DTensor) else whole
+    return whole[local_box(like).slices] if isinstance(like, DTensor) else whole
 
 
 def split_by_bytes(items: Iterable[T], size_of: Callable[[T], int], max_bytes: float) -> Iterator[list[T]]:
@@ -198,13 +198,17 @@ def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], 
     rank = dist.get_rank()
     mine = ranks.index(rank)
     boxes = [_boxes(tensor) for _, tensor in pairs]  # [tensor][holder]
-    offsets, share = _plan(boxes, [output.dtype.itemsize for output, _ in pairs], len(ranks))
-    device = _device(pairs[0][1].device_mesh)
+    # A tensor's part has the same place in all ranks' buffers. This takes no more: the first rank's are the largest.
+    sizes = [
+        max(box.numel for box in parts) * output.dtype.itemsize for parts, (output, _) in zip(boxes, pairs, strict=True)
+    ]
+    *offsets, share = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
+    device = pairs[0][1].device_mesh.device_type  # this process's current one, to which offloaded shards are copied
     sent = torch.empty(share, dtype=torch.uint8, device=device)
-    for index, (output, tensor) in enumerate(pairs):
-        box, local = boxes[index][mine], tensor.to_local()
+    for (output, tensor), parts, offset in zip(pairs, boxes, offsets, strict=True):
+        box, local = parts[mine], tensor.to_local()
         assert local.shape == box.shape, f"{tuple(local.shape)} is held, {box.shape} is expected"
-        _slot(sent, offsets[index][mine], box, output.dtype).copy_(local)
+        _slot(sent, offset, box, output.dtype).copy_(local)
     if len(ranks) == 1:
         received = sent[None]
     elif destination is None:
@@ -216,10 +220,12 @@ def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], 
         into = list(received) if rank == destination else None
         dist.gather(sent, into, dst=destination, group=_group(pairs[0][1], ranks))
     for holder, row in enumerate(received):
-        parts = [(output, boxes[index][holder], offsets[index][holder]) for index, (output, _) in enumerate(pairs)]
+        held = [
+            (output, parts[holder], offset) for (output, _), parts, offset in zip(pairs, boxes, offsets, strict=True)
+        ]
         copy_tensors(
-            [box.of(output) for output, box, _ in parts],
-            [_slot(row, offset, box, output.dtype) for output, box, offset in parts],
+            [output[box.slices] for output, box, _ in held],
+            [_slot(row, offset, box, output.dtype) for output, box, offset in held],
         )
 
 
@@ -229,30 +235,8 @@ def _boxes(tensor: DTensor) -> list[Box]:
     return [layout.box(coordinate, tensor.shape) for _, coordinate in layout.holders()]
 
 
-def _plan(boxes: list[list[Box]], itemsizes: list[int], num_ranks: int) -> tuple[list[list[int]], int]:
-    """Return the byte offset of each tensor's part in each rank's buffer, and the size of the largest buffer in bytes.
-
-    Each rank packs its parts without padding: some tensors are too short to have parts on all ranks. ``boxes`` are the
-    parts of each tensor by rank.
-    """
-    ends = [0] * num_ranks
-    offsets = []
-    for parts, itemsize in zip(boxes, itemsizes, strict=True):
-        offsets.append(list(ends))
-        sizes = [-(-part.numel * itemsize // ALIGNMENT) * ALIGNMENT for part in parts]
-        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-    return offsets, max(ends)
-
-
 def _slot(buffer: Tensor, offset: int, box: Box, dtype: torch.dtype) -> Tensor:
     return buffer[offset : offset + box.numel * dtype.itemsize].view(dtype).view(box.shape)
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    """Return the device of the mesh's collectives, to which offloaded shards are copied."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}

@@ -262,11 +262,8 @@ def is_known(waiting: Sequence[int], missing: Sequence[int], states: Mapping[int
     Running ranks, none of which visibly waits for another, may each wait for something else, such as an engine or a
     reward.
     """
-    return any(not states[rank].runs for rank in missing) or (bool(missing) and _is_wait_seen(waiting, states))
-
-
-def _is_wait_seen(waiting: Sequence[int], states: Mapping[int, RankState]) -> bool:
-    return any(states[rank].waits for rank in waiting)
+    is_wait_seen = any(states[rank].waits for rank in waiting)
+    return any(is_wait_seen or not states[rank].runs for rank in missing)
 
 
 def describe_wait(waiting: Sequence[int], missing: Sequence[int], states: Mapping[int, RankState]) -> str:
@@ -275,7 +272,7 @@ def describe_wait(waiting: Sequence[int], missing: Sequence[int], states: Mappin
     assert first is not None
     seconds = min(states[rank].stuck_seconds for rank in waiting)
     places = "; ".join(f"rank {rank} {states[rank].describe()}" for rank in missing)
-    is_seen = _is_wait_seen(waiting, states)
+    is_seen = any(states[rank].waits for rank in waiting)
     verb = f"{'have' if len(waiting) > 1 else 'has'} {'waited' if is_seen else 'been'}"
     link = "" if is_seen else ", perhaps waiting"
     return f"{name_ranks(waiting)} {verb} {seconds:.0f} s {first.where}{link} for {name_ranks(missing)}: {places}."

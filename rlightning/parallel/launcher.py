@@ -127,13 +127,12 @@ def _end_with(children: "list[subprocess.Popen[bytes]]") -> None:
     """Wait until the failure watch has started, and pass it the children; end this process if a child fails before."""
     while (watch := active_watch()) is None:
         codes = {rank: child.poll() for rank, child in enumerate(children, start=1)}
-        failed = {rank: code for rank, code in codes.items() if code}
-        if failed:
-            rank, code = next(iter(failed.items()))
-            # The child has shown its own message; the other ranks wait for it in the rendezvous.
-            log.error("rank 0 ends because rank %d ended with exit code %d before the ranks had met", rank, code)
-            end_children(children, 0)
-            exit_now(code if code > 0 else 1)
+        for rank, code in codes.items():
+            if code:
+                # The child has shown its own message; the other ranks wait for it in the rendezvous.
+                log.error("rank 0 ends because rank %d ended with exit code %d before the ranks had met", rank, code)
+                end_children(children, 0)
+                exit_now(code if code > 0 else 1)
         if all(code == 0 for code in codes.values()):
             return
         time.sleep(intervals.POLL_INTERVAL)

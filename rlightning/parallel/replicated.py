@@ -12,14 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rlightning.types.axes import move
-
 
 def move_replicated(module: nn.Module, device: torch.device) -> None:
     """Move the unsharded parameters and buffers of ``module`` to ``device``, in place."""
-    for owner in _owners(module):
-        for tensor in _own_tensors(owner):
-            tensor.data = tensor.data.to(device)
+    for tensor in _replicated_tensors(module):
+        tensor.data = tensor.data.to(device)
 
 
 @torch.no_grad()
@@ -28,9 +25,8 @@ def broadcast_replicated(module: nn.Module) -> None:
 
     Random initial values may differ between ranks.
     """
-    for owner in _owners(module):
-        for tensor in _own_tensors(owner):
-            dist.broadcast(tensor.detach(), 0)
+    for tensor in _replicated_tensors(module):
+        dist.broadcast(tensor.detach(), 0)
 
 
 @torch.no_grad()
@@ -42,7 +38,7 @@ def average_gradients(module: nn.Module) -> None:
     whole = [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if not whole:
         return
-    flags = move(torch.tensor([float(p.grad is not None) for p in whole]), whole[0].device)
+    flags = torch.tensor([float(p.grad is not None) for p in whole], device=whole[0].device)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in whole]
     summed = torch.cat([flags, *(gradient.flatten() for gradient in gradients)])  # cat() promotes to the widest dtype
     dist.all_reduce(summed)
@@ -52,15 +48,12 @@ def average_gradients(module: nn.Module) -> None:
             parameter.grad = gradient.copy_((part / dist.get_world_size()).view_as(gradient))
 
 
-def _owners(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module and its submodules, except those that FSDP shards."""
+def _replicated_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of the module and its submodules, except those that FSDP shards."""
     if isinstance(module, FSDPModule):
         return
-    yield module
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if not isinstance(tensor, DTensor):
+            yield tensor
     for child in module.children():
-        yield from _owners(child)
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+        yield from _replicated_tensors(child)

@@ -55,6 +55,23 @@ class Sharding:
         )
 
 
+def reshard(module: nn.Module) -> None:
+    """Free the weights that FSDP has gathered for a forward pass, which ``parameters()`` returns until then."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def release_without_gradient(policy: nn.Module) -> None:
+    """Free FSDP's gathered weights if gradients are disabled; called after a forward pass that no backward pass
+    follows.
+
+    Otherwise they would be used again after an optimizer step has changed the shards.
+    """
+    if not torch.is_grad_enabled():
+        reshard(policy)
+
+
 def shard_parts(owner: nn.Module, sharding: Sharding) -> None:
     """Shard, in place, the modules of ``owner`` that are not sharded yet, such as a subclass's value head.
 

@@ -61,8 +61,9 @@ class StopSignal:
         self.signum, self.can_interrupt = 0, False
         self.asked_at = 0.0
         self._trainer: Trainer = weakref.proxy(trainer)
-        self._must_interrupt = self._is_frozen = False
+        self._must_interrupt = False
         self._lock, self._is_decided, self._is_over = threading.RLock(), threading.Event(), threading.Event()
+        self._is_decided.set()  # cleared while the ranks vote
         replace_signal_handling(trainer, handler=self.handle_signal, before_batch=self.agree)
 
     @property
@@ -104,7 +105,7 @@ class StopSignal:
         If the ranks are voting on an interruption, wait for the result, which may interrupt the step here.
         """
         with self._lock:
-            if not self._is_frozen:
+            if self._is_decided.is_set():
                 self.can_interrupt = False
                 return
         self._is_decided.wait()  # an interruption arrives as a signal, here at the latest
@@ -151,23 +152,20 @@ class StopSignal:
         with self._lock:
             if self._must_interrupt:  # the previous signal has not been delivered yet
                 return
-            self._is_frozen = can_interrupt = self.can_interrupt
-            self._is_decided.clear()
+            can_interrupt = self.can_interrupt
+            if can_interrupt:
+                self._is_decided.clear()
         must_interrupt = False
         try:
             must_interrupt = self._vote(can_interrupt)
         finally:
             if not must_interrupt:
-                self._unfreeze()
+                self._is_decided.set()
         if must_interrupt:  # the main thread is suspended until the signal is delivered
             self._must_interrupt = True
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, self.signum)
-
-    def _unfreeze(self) -> None:
-        self._is_frozen = False
-        self._is_decided.set()
 
     def _vote(self, can_interrupt: bool) -> bool:
         """Return whether all ranks can be interrupted; a rank in its update would wait for the interrupted ranks."""
@@ -184,7 +182,7 @@ class StopSignal:
 
     def _interrupt(self) -> None:
         """Raise SIGTERMException in the main thread, which ends the step and any collective in it."""
-        self._unfreeze()
+        self._is_decided.set()
         if not self.can_interrupt:
             return
         self.can_interrupt = False

@@ -46,13 +46,14 @@ def spell_out(value: Any, key: str = "") -> Any:
 
     Raises a ConfigError for a former name of a class.
     """
-    if key.removesuffix(".class_path") in KEYS and isinstance(value, str) and value in MOVED:
-        raise ConfigError(f"{key}: {value} is now {MOVED[value]}.")
-    if key in KEYS and isinstance(value, str):
-        is_path = "." in value and not Path(value).is_file()
-        return {"class_path": CLASSES.get(value, value)} if value in CLASSES or is_path else value
-    if key.removesuffix(".class_path") in KEYS and key.endswith(".class_path") and isinstance(value, str):
-        return CLASSES.get(value, value)
+    if isinstance(value, str) and key.removesuffix(".class_path") in KEYS:
+        if value in MOVED:
+            raise ConfigError(f"{key}: {value} is now {MOVED[value]}.")
+        path = CLASSES.get(value, value)
+        if key.endswith(".class_path"):
+            return path
+        is_path = value in CLASSES or ("." in value and not Path(value).is_file())
+        return {"class_path": path} if is_path else value
     if isinstance(value, dict) and (not key or any(known.startswith(key) for known in KEYS)):
         return {name: spell_out(inner, f"{key}.{name}" if key else str(name)) for name, inner in value.items()}
     return value

@@ -190,7 +190,7 @@ def test_merged_weights_and_forward_equal_adapted_models(model: str, tmp_path: P
 def test_merged_weights_are_rounded_once_under_autocast(model: str, tmp_path: Path) -> None:
     save_peft(model, tmp_path / "adapter", target_modules=["q_proj"])
     policy = load_adapted(model, resolve(model, path=tmp_path / "adapter"))
-    _, layer = next(adapted_layers(policy))
+    layer = next(iter(adapted_layers(policy).values()))
     expected = merge(layer)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(merge(layer), expected)
@@ -203,7 +203,7 @@ def test_perturbed_adapter_has_fifth_of_bases_norm(model: str) -> None:
     policy = load_adapted(model, resolve(model))
     before = {name: weight.clone() for name, weight in adapter_parameters(policy)}
     with perturbed_adapter(policy), torch.no_grad():
-        for _, layer in adapted_layers(policy):
+        for layer in adapted_layers(policy).values():
             added: Any = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * layer.scaling["default"]
             assert 0.15 < added.norm() / layer.base_layer.weight.norm() < 0.25
     assert all(torch.equal(weight, before[name]) for name, weight in adapter_parameters(policy))

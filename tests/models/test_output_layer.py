@@ -240,7 +240,7 @@ def test_parts_of_the_vocabulary_are_merged(parts: list[int]) -> None:
     table = logits.log_softmax(-1)
     starts = [sum(parts[:i]) for i in range(len(parts))]
     found = [
-        torch.stack(summarize_logits(part, targets - start, 1.0, None))
+        torch.stack(summarize_logits(part, targets - start, torch.ones(len(part), 1), None))
         for part, start in zip(logits.split(parts, dim=1), starts, strict=True)
     ]
     normalizer, picked, entropy = merge_parts(torch.stack(found))

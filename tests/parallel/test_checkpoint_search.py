@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from rlightning.errors import ConfigError
 from rlightning.parallel.checkpoint_io import last_checkpoint
-from rlightning.parallel.checkpoint_search import Place, check_checkpoints, find_last, find_places
+from rlightning.parallel.checkpoint_search import check_checkpoints, find_last, find_places
 
 
 class OwnCheckpoint(ModelCheckpoint):
@@ -143,7 +143,7 @@ def test_last_prefers_a_link_to_what_it_leads_to(tmp_path: Path) -> None:
 
 
 def test_last_to_continue_needs_more_than_weights(tmp_path: Path) -> None:
-    places = [Place(tmp_path, 0)]
+    places = {tmp_path: 0}
     torch.save({"global_step": 9, "state_dict": {}}, tmp_path / "weights.ckpt")
     with pytest.raises(ConfigError, match=r"can be continued: .* hold weights alone"):
         find_last("fit", places)
@@ -156,7 +156,7 @@ def test_last_leaves_damaged_checkpoints_aside(tmp_path: Path, caplog: pytest.Lo
     whole = save(tmp_path / "epoch=0-step=2.ckpt", 2)
     cut = save(tmp_path / "epoch=0-step=4.ckpt", 4)
     cut.write_bytes(cut.read_bytes()[:100])
-    assert find_last("fit", [Place(tmp_path, 0)]).path == whole
+    assert find_last("fit", {tmp_path: 0}).path == whole
     assert f"{cut} is no checkpoint that can be read" in caplog.text
 
 
