@@ -144,9 +144,9 @@ class ChosenPrompts(LazySequence[Prompt]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def read(self, places: range) -> list[Prompt]:
-        """Return the prompts at these indices."""
-        return [self._prompts[self._places[place]] for place in places]
+    def read(self, start: int, stop: int) -> list[Prompt]:
+        """Return the prompts from ``start`` to ``stop``."""
+        return [self._prompts[place] for place in self._places[start:stop]]
 
 
 class PromptBatches:
