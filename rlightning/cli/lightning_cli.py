@@ -38,7 +38,7 @@ from rlightning.data import PromptDataModule
 from rlightning.disk import needed
 from rlightning.environments import Environment
 from rlightning.error_report import set_run_folder, yield_to_rank_0
-from rlightning.errors import ConfigError, find_run_error
+from rlightning.errors import ConfigError, cause_chain, find_run_error
 from rlightning.foreign_text import visible, visible_on_one_line, without_secrets
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
@@ -80,21 +80,18 @@ class RLArgumentParser(LightningArgumentParser):
         try:
             built: Namespace = super().instantiate(*args, **kwargs)
         except ValueError as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, MisconfigurationException):
-                cause = cause.__cause__ or cause.__context__
-            if cause is None:
-                raise
-            raise ConfigError(f"{cause}") from error
+            for cause in cause_chain(error, with_context=True):
+                if isinstance(cause, MisconfigurationException):
+                    raise ConfigError(f"{cause}") from error
+            raise
         return resolve_secrets(plain_texts(built), "the configuration", RLArgumentParser.secrets)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Write a one-line summary of jsonargparse's message and exit with code 2."""
         if not self.exit_on_error:
             super().error(message, ex)
-        cause: BaseException | None = ex
-        while cause is not None and not isinstance(cause, ConfigError):
-            cause = cause.__cause__
+        causes = cause_chain(ex) if ex is not None else ()
+        cause = next((cause for cause in causes if isinstance(cause, ConfigError)), None)
         gist = visible_on_one_line(str(cause)) if cause else visible(summarise(message, RLArgumentParser.keys))
         yield_to_rank_0()
         self.exit(2, f"error: {gist}\n")
