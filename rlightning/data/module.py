@@ -151,7 +151,10 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         if stage in ("fit", "validate", "test") and self.validation_prompts is None:
             if not self.validation_sets and stage != "fit":
                 raise _not_set("validation", "validate on")
-            self.validation_sets = [_hold_validation(chosen) for chosen in self.validation_sets]
+            self.validation_sets = [
+                replace(chosen, path=hold_rows(chosen.path, chosen.limit, chosen.key, f"{chosen.key}.limit"))
+                for chosen in self.validation_sets
+            ]
             self.validation_prompts = [self._load_validation(chosen) for chosen in self.validation_sets]
         if stage == "predict" and self.predict_prompts is None:
             if self.predict is None:
@@ -368,7 +371,3 @@ def _check_columns(check: Callable[[list[str], str], None], table: RowTable) -> 
             except ConfigError:
                 require_columns(table, [column])
         raise
-
-
-def _hold_validation(chosen: ValidationSet) -> ValidationSet:
-    return replace(chosen, path=hold_rows(chosen.path, chosen.limit, chosen.key, f"{chosen.key}.limit"))

@@ -3,11 +3,9 @@
 Files are memory-mapped, so that all processes of a host share their pages.
 """
 
-import bisect
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -96,20 +94,18 @@ class JoinedRows(StoredRows):
 
     def __init__(self, parts: Sequence[Sequence[Row]]) -> None:
         self._parts = parts
-        self.ends = list(accumulate(map(len, parts)))
         self.columns = set.intersection(*map(common_columns, parts))
         self.digest = digest_texts(part.digest if isinstance(part, StoredRows) else digest_rows(part) for part in parts)
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return sum(map(len, self._parts))
 
     def read(self, start: int, stop: int) -> list[Row]:
         """Return the rows from ``start`` to ``stop``."""
         rows: list[Row] = []
-        for part, end in zip(self._parts, self.ends, strict=True):
-            begin = end - len(part)
-            if begin < stop and start < end:
-                rows += part[max(start - begin, 0) : stop - begin]
+        for part in self._parts:
+            rows += part[max(start, 0) : max(stop, 0)]
+            start, stop = start - len(part), stop - len(part)
         return rows
 
 
@@ -133,15 +129,6 @@ class FilledRows(StoredRows):
 def common_columns(rows: Sequence[Row]) -> set[str]:
     """Return the columns that every row has."""
     return rows.columns if isinstance(rows, StoredRows) else set(rows[0]).intersection(*rows)
-
-
-def locate_part(ends: Sequence[int], row: int) -> tuple[int, int]:
-    """Return the index of the part of a concatenated set that contains a row, and the row's index in that part.
-
-    ``ends`` are the cumulative numbers of rows; ``row`` is counted from 0 over all parts.
-    """
-    part = bisect.bisect_right(ends, row)
-    return part, row - (ends[part - 1] if part else 0)
 
 
 def write_json_rows(
