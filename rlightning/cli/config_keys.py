@@ -20,6 +20,7 @@ from rlightning.config.argument_checks import parameters_of
 from rlightning.config.files import (
     WrittenText,
     check_texts,
+    dump_yaml,
     load_yaml,
     merge_mappings,
     nest_names,
@@ -56,43 +57,55 @@ class ConfigKeys:
         parameters: the command's keys.
         classes: the class that each key names so far, such as ``{"model": GRPO}``.
         seen: every key read so far, in full.
-        unset_mappings: keys of mappings of which an option sets an item before anything has set the mapping.
-        files: for each file the content merged with the mappings of earlier files; None if they change nothing.
     """
 
     def __init__(self, parameters: Parameters, classes: Mapping[str, object]) -> None:
         self.parameters = parameters
         self.classes = dict(classes)
         self.seen: list[str] = []
-        self.files: list[dict[str, object] | None] = []
-        self.unset_mappings: list[str] = []
         self._mappings: dict[str, dict[str, object]] = {}  # the mappings set by the files read so far, by key
         self._is_in_file = False
         self._begun: set[str] = set()  # the keys of mappings that are set
+        self._unset: list[str] = []  # the keys of mappings of which the current option sets the first item
         self._leaves: set[str] = set()  # the keys that the current file sets to anything but a mapping
 
-    def check_options(self, options: list[str]) -> None:
-        """Raise a ConfigError for the first unknown key or class in the options and the files of ``--config``."""
-        for key, value in split_options(options):
+    def check_options(self, options: list[str]) -> list[str]:
+        """Raise a ConfigError for the first unknown key or class in the options and the files of ``--config``.
+
+        Returns:
+            The options for jsonargparse: files are replaced by their content where earlier files change it, and a
+            mapping that nothing has set is set to ``{}`` before the option that sets an item of it.
+        """
+        checked: list[str] = []
+        for key, value, words in split_options(options):
             check_texts(value, f"--{key}")
             if key in ("config", "c"):
-                self.check_file(value)
+                content = self.check_file(value)
+                words = words if content is None else [f"--config={dump_yaml(content)}"]
             elif key.rsplit(".", 1)[-1] != "help" and key.split("=")[0] != "print_config":
+                self._unset = []
                 self.check_option(key, value)
+                checked += [f"--{name}={{}}" for name in self._unset]
+            checked += words
+        return checked
 
     def check_option(self, key: str, text: str) -> None:
         """Raise a ConfigError if an option's key, or a key or class in its value, is unknown."""
         self.check_mapping({key: parse_value(text)}, self.parameters, "")
 
-    def check_file(self, path: str) -> None:
-        """Raise a ConfigError for an unknown key or class in a YAML file; append its merged content to ``files``."""
+    def check_file(self, path: str) -> dict[str, object] | None:
+        """Raise a ConfigError for an unknown key or class in a YAML file.
+
+        Returns:
+            The content merged with the mappings of earlier files; None if they change nothing.
+        """
         content = spell_out(read_keys(path))
         written = deepcopy(content)
         self._is_in_file = True
         self._leaves = set()
         self.check_mapping(content, self.parameters, "")
         self._is_in_file = False
-        self.files.append(None if content == written else content)
+        return None if content == written else content
 
     def full_key(self, key: str) -> str:
         """Return the full key that ends with ``key``, if just one of the keys read so far does; else ``key`` itself."""
@@ -181,7 +194,7 @@ class ConfigKeys:
             if self._is_in_file:
                 nest_names(value, key)
             elif key.replace(".init_args.", ".") not in self._begun:
-                self.unset_mappings.append(key)
+                self._unset.append(key)
         self._begun.add(key.replace(".init_args.", "."))
 
     def _merge(self, value: object, key: str) -> None:
@@ -254,11 +267,15 @@ def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
     )
 
 
-def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each option's key and value, from ``--key value`` or ``--key=value``; a missing value is a ConfigError."""
+def split_options(options: list[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield each option's key, its value and its words, which are ``--key value`` or ``--key=value``.
+
+    Raises:
+        ConfigError: a value is missing.
+    """
     position = 0
     while position < len(options):
-        option = options[position]
+        option, words = options[position], options[position : position + 1]
         position += 1
         if not option.startswith("-"):
             hint = f" A file is given by --config {option}." if option.endswith((".yaml", ".yml", ".json")) else ""
@@ -266,10 +283,11 @@ def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
         key, equals, value = option.lstrip("-").partition("=")
         if not equals and position < len(options) and not options[position].startswith("--"):
             value = options[position]
+            words.append(value)
             position += 1
         elif not equals and key.rsplit(".", 1)[-1] not in ("help", "print_config"):
             raise ConfigError(f"{option}: its value is missing. Write {option} VALUE.")
-        yield key, value
+        yield key, value, words
 
 
 def parse_value(text: str) -> object:

@@ -20,13 +20,7 @@ from lightning_utilities.core.enums import StrEnum
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
 from rlightning.atomic_save import written_aside
 from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
-from rlightning.cli.option_texts import (
-    begin_mappings,
-    mark_files,
-    replace_files,
-    spell_out_files,
-    spell_out_options,
-)
+from rlightning.cli.option_texts import mark_files, spell_out_files, spell_out_options
 from rlightning.cli.parser_messages import summarise
 from rlightning.config.argument_checks import parameters_of
 from rlightning.config.files import load_keys, plain_texts, use_strict_yaml
@@ -207,10 +201,9 @@ class RLCLI(LightningCLI):
         )
         RLArgumentParser.keys = keys
         if not asks_for_help(options):
-            keys.check_options(options)
+            options = keys.check_options(options)
             classes = {key: kind for key, kind in keys.classes.items() if isinstance(kind, type)}
             check_callbacks(kind for key, kind in classes.items() if key.startswith("trainer.callbacks"))
-            options = begin_mappings(replace_files(options, keys.files), keys.unset_mappings)
             check_model(keys)
         self.config = parser.parse_args([command, *options])
 
@@ -231,7 +224,10 @@ class RLCLI(LightningCLI):
         if folder.is_file():
             raise ConfigError(f"trainer.default_root_dir={folder} is a file. Name a folder for the run.")
         if is_rank_0():
-            self.take_run_folder(folder)
+            if self.subcommand == "fit":
+                lock_run(folder)
+            else:
+                check_writable(folder, "trainer.default_root_dir")
         config["ckpt_path"] = settle_checkpoint(
             str(self.subcommand), folder, trainer["callbacks"], config.get("ckpt_path")
         )
@@ -239,13 +235,6 @@ class RLCLI(LightningCLI):
         settle_lengths(trainer)
         if trainer["logger"] is True:
             trainer["logger"] = None
-
-    def take_run_folder(self, folder: Path) -> None:
-        """Lock the run's folder for ``fit``; raise a ConfigError if it is not writable, or another fit uses it."""
-        if self.subcommand == "fit":
-            lock_run(folder)
-        else:
-            check_writable(folder, "trainer.default_root_dir")
 
     def mask_secrets(self) -> None:
         """Replace secrets in the configuration, which is written to files and loggers, by references to them."""
@@ -274,7 +263,8 @@ class RLCLI(LightningCLI):
         rollout = self._get(self.config_init, "rollout")
         own = [callback for callback in listed if isinstance(callback, find_callback("RolloutCallback"))]
         if own:
-            if self.is_rollout_configured():
+            keys = RLArgumentParser.keys
+            if keys is not None and any(key.startswith("rollout.") for key in keys.seen):
                 raise ConfigError(
                     f"rollout: this section and a {type(own[0]).__name__} under trainer.callbacks are both there. "
                     "Keep one of them."
@@ -300,11 +290,6 @@ class RLCLI(LightningCLI):
         if not self._get(self.config_init, "trainer")["fast_dev_run"]:
             own.append(SaveRunConfig(self._parser(self.subcommand), self.config[self.subcommand]))
         return own
-
-    def is_rollout_configured(self) -> bool:
-        """Return whether a file or an option has set a key of the section ``rollout``."""
-        keys = RLArgumentParser.keys
-        return keys is not None and any(key.startswith("rollout.") for key in keys.seen)
 
     def predict(self, **kwargs: Any) -> None:
         """Run prediction without keeping the completions in memory, since a callback writes them to a file."""

@@ -1,43 +1,16 @@
-"""Rewrites command line options: files are replaced by their content, short names of strategies by their classes."""
+"""Rewrites command line options: short names of strategies are replaced by their classes, names of files are marked."""
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 import yaml
 from jsonargparse import get_loader, set_loader
 
-from rlightning.config.files import WrittenText, dump_yaml, load_yaml
+from rlightning.config.files import WrittenText, load_yaml
 from rlightning.parallel.strategy_names import KEYS, spell_out
 
 _load_yaml = get_loader("yaml")
-
-
-def replace_files(options: list[str], contents: Sequence[object]) -> list[str]:
-    """Return command line options in which the file of the n-th ``--config`` is replaced by the n-th content.
-
-    Args:
-        contents: one for each file; None keeps the file.
-    """
-    rest, replaced = iter(contents), list(options)
-    for i, option in enumerate(options):
-        name, equals, _ = option.partition("=")
-        if name not in ("--config", "-c"):
-            continue
-        content = next(rest)
-        if content is not None:
-            text = dump_yaml(content)
-            replaced[i if equals else i + 1] = f"{name}={text}" if equals else text
-    return replaced
-
-
-def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
-    """Return the options with ``--<key>={}`` inserted before the first that sets a nested key, for each of ``keys``."""
-    begun = list(options)
-    for key in keys:
-        place = next(i for i, option in enumerate(begun) if option.lstrip("-").startswith(f"{key}."))
-        begun.insert(place, f"--{key}={{}}")
-    return begun
 
 
 def mark_files(options: list[str]) -> list[str]:
