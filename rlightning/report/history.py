@@ -39,6 +39,11 @@ class History:
                 self.series[name] = points[::2]
                 self._strides[name] = 2 * max(stride, points[1][0] - points[0][0])
 
+    def last(self, name: str) -> float | None:
+        """Return the newest value of a metric; None if it has none."""
+        points = self.series.get(name)
+        return points[-1][1] if points else None
+
     def state_dict(self) -> StateDict:
         """Return the history as plain lists and dictionaries."""
         return {"series": {name: [list(p) for p in s] for name, s in self.series.items()}, "strides": self._strides}
