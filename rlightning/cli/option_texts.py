@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 
 import yaml
 from jsonargparse import get_loader, set_loader
@@ -35,28 +34,21 @@ def mark_files(options: list[str]) -> list[str]:
 
 def spell_out_options(options: list[str]) -> list[str]:
     """Return command line options in which short names of strategies are replaced by their classes."""
-    return list(_spell_out_each(options))
+    names = [f"--{key}" for key in ("trainer", *KEYS, *(f"{key}.class_path" for key in KEYS))]
+    spelled: list[str] = []
+    words = iter(options)
+    for word in words:
+        name, equals, value = word.partition("=")
+        given = next(words, None) if name in names and not equals else value
+        if name in names and given is not None:  # the check of options reports a missing value
+            word = f"{name}={_spell_out_text(given, name.removeprefix('--'))}"
+        spelled.append(word)
+    return spelled
 
 
 def spell_out_files() -> None:
     """Make jsonargparse expand short names of strategies in all YAML that it reads from now on."""
     set_loader("yaml", lambda text: spell_out(_load_yaml(text)), (yaml.YAMLError,))
-
-
-def _spell_out_each(options: list[str]) -> Iterator[str]:
-    rest = iter(options)
-    for option in rest:
-        name, equals, text = option.partition("=")
-        if name.removeprefix("--") not in ("trainer", *KEYS, *(f"{key}.class_path" for key in KEYS)):
-            yield option
-            continue
-        if not equals:
-            value = next(rest, None)
-            if value is None:  # the check of options reports it
-                yield option
-                return
-            text = value
-        yield f"{name}={_spell_out_text(text, name.removeprefix('--'))}"
 
 
 def _spell_out_text(text: str, key: str) -> str:
