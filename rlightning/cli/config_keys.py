@@ -127,7 +127,7 @@ class ConfigKeys:
             value = {rest: value} if rest else value
             key = f"{where}.{name}" if where else name
             if self._is_in_file and is_set:
-                self._check_set_once(key.replace(".init_args.", "."))
+                self._check_set_once(plain_key(key))
             if name not in parameters:
                 raise ConfigError(f"{key}: there is no such key. {suggest_name(name, parameters)}")
             self.seen.append(key)
@@ -147,9 +147,8 @@ class ConfigKeys:
         options = list(flatten_union(hint))
         if any(is_mapping(option) for option in options):
             self._begin(value, options, key)
-        # A later file's list replaces an earlier one entirely.
-        if self._is_in_file and "[" not in key and any(is_mapping(option) for option in options):
-            self._merge(value, key.replace(".init_args.", "."))
+            if self._is_in_file and "[" not in key:  # a later file's list replaces an earlier one entirely
+                self._merge(value, plain_key(key))
         bases = [option for option in options if is_configurable(option)]
         if value is None and not bases and not takes_null(options):
             raise ConfigError(f"{key}: null is no value for it. Leave the key out for its default, or give a value.")
@@ -193,9 +192,9 @@ class ConfigKeys:
         if isinstance(value, dict) and has_keys and any("." in name for name in value):
             if self._is_in_file:
                 nest_names(value, key)
-            elif key.replace(".init_args.", ".") not in self._begun:
+            elif plain_key(key) not in self._begun:
                 self._unset.append(key)
-        self._begun.add(key.replace(".init_args.", "."))
+        self._begun.add(plain_key(key))
 
     def _merge(self, value: object, key: str) -> None:
         """Merge a file's mapping with that of earlier files, which jsonargparse would replace."""
@@ -214,24 +213,19 @@ class ConfigKeys:
         chosen = self.classes.get(key, bases[0] if len(bases) == 1 else None)
         if chosen is None:
             return
-        spelled = SPEC_KEYS & value.keys()
         if key not in self.classes and inspect.isabstract(chosen):
             raise ConfigError(f"{key}: these keys are of no class yet. Name it before them, by --{key} CLASS.")
-        for name in value.keys() - SPEC_KEYS if spelled else ():
-            head = str(name).partition(".")[0]
-            if head not in SPEC_KEYS:
-                raise ConfigError(f"{key}.{name}: beside class_path, keys stand under init_args. Move it there.")
-        parameters = self.parameters_of(chosen)
-        direct = {name: v for name, v in value.items() if name not in SPEC_KEYS}
-        for name, v in direct.items():
+        parameters, is_spelled_out = self.parameters_of(chosen), bool(SPEC_KEYS & value.keys())
+        for name, inner in value.items():
             group, _, nested = str(name).partition(".")
-            if group == "init_args":
-                self.check_mapping({nested: v}, parameters, f"{key}.init_args")
-            elif group not in SPEC_KEYS:
-                self.check_mapping({name: v}, parameters, key)
-        init_args = value.get("init_args")
-        if isinstance(init_args, dict):
-            self.check_mapping(init_args, parameters, f"{key}.init_args")
+            if group not in SPEC_KEYS:
+                if is_spelled_out:
+                    raise ConfigError(f"{key}.{name}: beside class_path, keys stand under init_args. Move it there.")
+                self.check_mapping({name: inner}, parameters, key)
+            elif group == "init_args":
+                arguments = {nested: inner} if nested else inner
+                if isinstance(arguments, dict):
+                    self.check_mapping(arguments, parameters, f"{key}.init_args")
 
     def find_class(self, path: str, bases: list[type], key: str) -> object:
         """Return the class or function of a dotted path or bare name; raise a ConfigError if there is none."""
@@ -243,6 +237,11 @@ class ConfigKeys:
     def parameters_of(self, kind: object) -> Parameters:
         """Return the type hints, by name, of the arguments of a class; {} for a function."""
         return parameters_of(kind) if isinstance(kind, type) else {}
+
+
+def plain_key(key: str) -> str:
+    """Return a dotted key without its ``.init_args`` parts."""
+    return key.replace(".init_args.", ".")
 
 
 def asks_for_help(options: list[str]) -> bool:

@@ -27,6 +27,7 @@ from rlightning.cli.config_keys import (
     no_class,
     no_module,
     no_name,
+    plain_key,
     subclasses,
 )
 from rlightning.cli.option_texts import spell_out_options
@@ -283,8 +284,3 @@ def imported_names(base: str) -> set[str]:
     module, _, name = base.rpartition(".")
     kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
     return {known.__name__ for known in subclasses(kind)} if kind is not None else set()
-
-
-def plain_key(key: str) -> str:
-    """Return a dotted key without its ``.init_args`` parts."""
-    return key.replace(".init_args.", ".")
