@@ -128,7 +128,7 @@ def check_options(args: list[str]) -> None:
 
         command, options = "fit", split_options(options)[1]
     elif command == "rollout":
-        from rlightning.cli.rollout import read_options
+        from rlightning.cli.rollout_options import read_options
 
         command, options = "predict", read_options(options)[1]
     check_early(command, options)

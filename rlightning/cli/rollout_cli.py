@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 
 from rlightning.cli.config_keys import find_class
 from rlightning.cli.lightning_cli import RLCLI, as_list
-from rlightning.cli.rollout import RolloutOptions
+from rlightning.cli.rollout_options import RolloutOptions
 from rlightning.data import PromptDataModule
 from rlightning.data.in_memory import read_source
 from rlightning.environments.policy import GroupRequest
