@@ -20,6 +20,7 @@ from rlightning.config.argument_checks import parameters_of
 from rlightning.config.files import (
     WrittenText,
     check_texts,
+    dump_yaml,
     load_yaml,
     merge_mappings,
     nest_names,
@@ -56,43 +57,55 @@ class ConfigKeys:
         parameters: the command's keys.
         classes: the class that each key names so far, such as ``{"model": GRPO}``.
         seen: every key read so far, in full.
-        unset_mappings: keys of mappings of which an option sets an item before anything has set the mapping.
-        files: for each file the content merged with the mappings of earlier files; None if they change nothing.
     """
 
     def __init__(self, parameters: Parameters, classes: Mapping[str, object]) -> None:
         self.parameters = parameters
         self.classes = dict(classes)
         self.seen: list[str] = []
-        self.files: list[dict[str, object] | None] = []
-        self.unset_mappings: list[str] = []
         self._mappings: dict[str, dict[str, object]] = {}  # the mappings set by the files read so far, by key
         self._is_in_file = False
         self._begun: set[str] = set()  # the keys of mappings that are set
+        self._unset: list[str] = []  # the keys of mappings of which the current option sets the first item
         self._leaves: set[str] = set()  # the keys that the current file sets to anything but a mapping
 
-    def check_options(self, options: list[str]) -> None:
-        """Raise a ConfigError for the first unknown key or class in the options and the files of ``--config``."""
-        for key, value in split_options(options):
+    def check_options(self, options: list[str]) -> list[str]:
+        """Raise a ConfigError for the first unknown key or class in the options and the files of ``--config``.
+
+        Returns:
+            The options for jsonargparse: files are replaced by their content where earlier files change it, and a
+            mapping that nothing has set is set to ``{}`` before the option that sets an item of it.
+        """
+        checked: list[str] = []
+        for key, value, words in split_options(options):
             check_texts(value, f"--{key}")
             if key in ("config", "c"):
-                self.check_file(value)
+                content = self.check_file(value)
+                words = words if content is None else [f"--config={dump_yaml(content)}"]
             elif key.rsplit(".", 1)[-1] != "help" and key.split("=")[0] != "print_config":
+                self._unset = []
                 self.check_option(key, value)
+                checked += [f"--{name}={{}}" for name in self._unset]
+            checked += words
+        return checked
 
     def check_option(self, key: str, text: str) -> None:
         """Raise a ConfigError if an option's key, or a key or class in its value, is unknown."""
         self.check_mapping({key: parse_value(text)}, self.parameters, "")
 
-    def check_file(self, path: str) -> None:
-        """Raise a ConfigError for an unknown key or class in a YAML file; append its merged content to ``files``."""
+    def check_file(self, path: str) -> dict[str, object] | None:
+        """Raise a ConfigError for an unknown key or class in a YAML file.
+
+        Returns:
+            The content merged with the mappings of earlier files; None if they change nothing.
+        """
         content = spell_out(read_keys(path))
         written = deepcopy(content)
         self._is_in_file = True
         self._leaves = set()
         self.check_mapping(content, self.parameters, "")
         self._is_in_file = False
-        self.files.append(None if content == written else content)
+        return None if content == written else content
 
     def full_key(self, key: str) -> str:
         """Return the full key that ends with ``key``, if just one of the keys read so far does; else ``key`` itself."""
@@ -114,7 +127,7 @@ class ConfigKeys:
             value = {rest: value} if rest else value
             key = f"{where}.{name}" if where else name
             if self._is_in_file and is_set:
-                self._check_set_once(key.replace(".init_args.", "."))
+                self._check_set_once(plain_key(key))
             if name not in parameters:
                 raise ConfigError(f"{key}: there is no such key. {suggest_name(name, parameters)}")
             self.seen.append(key)
@@ -134,9 +147,8 @@ class ConfigKeys:
         options = list(flatten_union(hint))
         if any(is_mapping(option) for option in options):
             self._begin(value, options, key)
-        # A later file's list replaces an earlier one entirely.
-        if self._is_in_file and "[" not in key and any(is_mapping(option) for option in options):
-            self._merge(value, key.replace(".init_args.", "."))
+            if self._is_in_file and "[" not in key:  # a later file's list replaces an earlier one entirely
+                self._merge(value, plain_key(key))
         bases = [option for option in options if is_configurable(option)]
         if value is None and not bases and not takes_null(options):
             raise ConfigError(f"{key}: null is no value for it. Leave the key out for its default, or give a value.")
@@ -180,9 +192,9 @@ class ConfigKeys:
         if isinstance(value, dict) and has_keys and any("." in name for name in value):
             if self._is_in_file:
                 nest_names(value, key)
-            elif key.replace(".init_args.", ".") not in self._begun:
-                self.unset_mappings.append(key)
-        self._begun.add(key.replace(".init_args.", "."))
+            elif plain_key(key) not in self._begun:
+                self._unset.append(key)
+        self._begun.add(plain_key(key))
 
     def _merge(self, value: object, key: str) -> None:
         """Merge a file's mapping with that of earlier files, which jsonargparse would replace."""
@@ -201,24 +213,19 @@ class ConfigKeys:
         chosen = self.classes.get(key, bases[0] if len(bases) == 1 else None)
         if chosen is None:
             return
-        spelled = SPEC_KEYS & value.keys()
         if key not in self.classes and inspect.isabstract(chosen):
             raise ConfigError(f"{key}: these keys are of no class yet. Name it before them, by --{key} CLASS.")
-        for name in value.keys() - SPEC_KEYS if spelled else ():
-            head = str(name).partition(".")[0]
-            if head not in SPEC_KEYS:
-                raise ConfigError(f"{key}.{name}: beside class_path, keys stand under init_args. Move it there.")
-        parameters = self.parameters_of(chosen)
-        direct = {name: v for name, v in value.items() if name not in SPEC_KEYS}
-        for name, v in direct.items():
+        parameters, is_spelled_out = self.parameters_of(chosen), bool(SPEC_KEYS & value.keys())
+        for name, inner in value.items():
             group, _, nested = str(name).partition(".")
-            if group == "init_args":
-                self.check_mapping({nested: v}, parameters, f"{key}.init_args")
-            elif group not in SPEC_KEYS:
-                self.check_mapping({name: v}, parameters, key)
-        init_args = value.get("init_args")
-        if isinstance(init_args, dict):
-            self.check_mapping(init_args, parameters, f"{key}.init_args")
+            if group not in SPEC_KEYS:
+                if is_spelled_out:
+                    raise ConfigError(f"{key}.{name}: beside class_path, keys stand under init_args. Move it there.")
+                self.check_mapping({name: inner}, parameters, key)
+            elif group == "init_args":
+                arguments = {nested: inner} if nested else inner
+                if isinstance(arguments, dict):
+                    self.check_mapping(arguments, parameters, f"{key}.init_args")
 
     def find_class(self, path: str, bases: list[type], key: str) -> object:
         """Return the class or function of a dotted path or bare name; raise a ConfigError if there is none."""
@@ -230,6 +237,11 @@ class ConfigKeys:
     def parameters_of(self, kind: object) -> Parameters:
         """Return the type hints, by name, of the arguments of a class; {} for a function."""
         return parameters_of(kind) if isinstance(kind, type) else {}
+
+
+def plain_key(key: str) -> str:
+    """Return a dotted key without its ``.init_args`` parts."""
+    return key.replace(".init_args.", ".")
 
 
 def asks_for_help(options: list[str]) -> bool:
@@ -254,11 +266,15 @@ def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
     )
 
 
-def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield each option's key and value, from ``--key value`` or ``--key=value``; a missing value is a ConfigError."""
+def split_options(options: list[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield each option's key, its value and its words, which are ``--key value`` or ``--key=value``.
+
+    Raises:
+        ConfigError: a value is missing.
+    """
     position = 0
     while position < len(options):
-        option = options[position]
+        option, words = options[position], options[position : position + 1]
         position += 1
         if not option.startswith("-"):
             hint = f" A file is given by --config {option}." if option.endswith((".yaml", ".yml", ".json")) else ""
@@ -266,10 +282,11 @@ def split_options(options: list[str]) -> Iterator[tuple[str, str]]:
         key, equals, value = option.lstrip("-").partition("=")
         if not equals and position < len(options) and not options[position].startswith("--"):
             value = options[position]
+            words.append(value)
             position += 1
         elif not equals and key.rsplit(".", 1)[-1] not in ("help", "print_config"):
             raise ConfigError(f"{option}: its value is missing. Write {option} VALUE.")
-        yield key, value
+        yield key, value, words
 
 
 def parse_value(text: str) -> object:

@@ -12,12 +12,11 @@ import sys
 from argparse import ArgumentError
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from jsonargparse import ArgumentParser
 
@@ -28,6 +27,7 @@ from rlightning.cli.config_keys import (
     no_class,
     no_module,
     no_name,
+    plain_key,
     subclasses,
 )
 from rlightning.cli.option_texts import spell_out_options
@@ -59,58 +59,17 @@ BASES = {
 }
 """The base class whose subclasses may be given by bare name, by key."""
 USUAL_CLASSES = {"data": "rlightning.data.PromptDataModule", "rollout": "rlightning.callbacks.VLLMRollout"}
+REWARDS = "model.rewards"
 SET_BY_SECTIONS = {"model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule", "return_predictions"}
 """Parameters of the Trainer's methods that no key of the configuration sets."""
 
 
-class Given(Protocol):
-    """A configured value, which SourceKeys stores while it reads keys, and checks after it has read all of them."""
-
-    def check(self, key: str) -> None:
-        """Raise a ConfigError if the parser would reject the value."""
-
-
-@dataclass
-class GivenStrategy:
-    """The value of ``trainer.strategy``, and its check against the names of known strategies."""
-
-    name: object
-
-    def check(self, key: str) -> None:
-        """Raise a ConfigError if neither this package nor Lightning has a strategy of this name."""
-        if not isinstance(self.name, str) or self.name in (*CHOICES, *CLASSES) or "." in self.name:
-            return
-        files = [file for folder in find_folders("lightning") for file in folder.rglob("*.py")]
-        if files and not any(f'"{self.name}"' in file.read_text(encoding="utf-8") for file in files):
-            raise no_strategy(self.name)
-
-
-@dataclass
-class GivenRewards:
-    """The value of ``model.rewards``, and its check: dotted paths of functions, or mappings with such a path."""
-
-    value: object
-
-    def check(self, key: str) -> None:
-        """Raise a ConfigError for a dotted path into :mod:`rlightning.rewards` that names no function."""
-        for reward in self.value if isinstance(self.value, list) else [self.value]:
-            path = reward.get("function") if isinstance(reward, dict) else reward
-            if not isinstance(path, str) or not path.startswith("rlightning.rewards."):
-                continue
-            module, _, name = path.rpartition(".")
-            if find_missing_module(module) is not None or not has_name(module, name):
-                from rlightning.rewards.lookup import import_function
-
-                import_function(path)
-
-
-@dataclass
-class GivenValue:
-    """The value of a key with a known type hint, and its check by jsonargparse.
+class Given(NamedTuple):
+    """A configured value, which SourceKeys stores while it reads keys, and checks after it has read all of them.
 
     Attributes:
         value: value from a file, or text of an option.
-        hint: type hint of the key.
+        hint: type hint of the key; None if unknown.
         is_option: whether the value is from the command line, where texts may be parsed as other values.
     """
 
@@ -118,19 +77,46 @@ class GivenValue:
     hint: object
     is_option: bool = False
 
-    def check(self, key: str) -> None:
-        """Raise a ConfigError if jsonargparse would refuse the value."""
-        if isinstance(self.value, str) and os.path.exists(os.path.expanduser(self.value)):  # may be read as a file
-            return
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_argument("--value", type=self.hint)
-        try:
-            if self.is_option:
-                parser.parse_args([f"--value={self.value}"])
-            else:
-                parser.parse_object({"value": self.value})
-        except ArgumentError as error:
-            raise ConfigError(summarise(str(error).replace('"value"', f'"{key}"', 1), None)) from error
+
+def check_strategy_name(name: object) -> None:
+    """Raise a ConfigError if neither this package nor Lightning has a strategy of this name."""
+    if not isinstance(name, str) or name in (*CHOICES, *CLASSES) or "." in name:
+        return
+    files = [file for folder in find_folders("lightning") for file in folder.rglob("*.py")]
+    if files and not any(f'"{name}"' in file.read_text(encoding="utf-8") for file in files):
+        raise no_strategy(name)
+
+
+def check_rewards(value: object) -> None:
+    """Raise a ConfigError for a dotted path into :mod:`rlightning.rewards` that names no function.
+
+    Args:
+        value: one or several rewards: dotted paths of functions, or mappings with such a path.
+    """
+    for reward in value if isinstance(value, list) else [value]:
+        path = reward.get("function") if isinstance(reward, dict) else reward
+        if not isinstance(path, str) or not path.startswith("rlightning.rewards."):
+            continue
+        module, _, name = path.rpartition(".")
+        if find_missing_module(module) is not None or not has_name(module, name):
+            from rlightning.rewards.lookup import import_function
+
+            import_function(path)
+
+
+def check_by_parser(key: str, given: Given) -> None:
+    """Raise a ConfigError if jsonargparse would refuse the value of a key with a known type hint."""
+    if isinstance(given.value, str) and os.path.exists(os.path.expanduser(given.value)):  # may be read as a file
+        return
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=given.hint)
+    try:
+        if given.is_option:
+            parser.parse_args([f"--value={given.value}"])
+        else:
+            parser.parse_object({"value": given.value})
+    except ArgumentError as error:
+        raise ConfigError(summarise(str(error).replace('"value"', f'"{key}"', 1), None)) from error
 
 
 class SourceKeys(ConfigKeys):
@@ -151,8 +137,8 @@ class SourceKeys(ConfigKeys):
         """Raise a ConfigError if an option's key, or a key or class in its value, is unknown; store its text."""
         super().check_option(key, text)
         given = self.given.get(plain_key(key))
-        if isinstance(given, GivenValue):
-            given.value, given.is_option = text, True
+        if given is not None and given.hint is not None:
+            self.given[plain_key(key)] = Given(text, given.hint, is_option=True)
 
     def check_mapping(self, values: Mapping[str, object], parameters: Parameters, where: str) -> None:
         """Raise a ConfigError for an unknown key of a mapping; store the keys' values in :attr:`given`."""
@@ -161,12 +147,9 @@ class SourceKeys(ConfigKeys):
             first = name.partition(".")[0].removesuffix("+")
             hint = parameters[first]
             key = plain_key(f"{where}.{first}" if where else first)
-            if name == first and key == KEY:
-                self.given[key] = GivenStrategy(value)
-            elif name == first and key == "model.rewards":
-                self.given[key] = GivenRewards(value)
-            elif name == first and hint is not None and not isinstance(hint, dict):
-                self.given[key] = GivenValue(value, hint)
+            is_checked = key in (KEY, REWARDS) or (hint is not None and not isinstance(hint, dict))
+            if name == first and is_checked:
+                self.given[key] = Given(value, hint)
             else:  # a type that is not known, a section, or a part of a value
                 self.given.pop(key, None)
 
@@ -256,8 +239,12 @@ class SourceKeys(ConfigKeys):
     def check_given(self) -> None:
         """Raise a ConfigError for a wrong stored value; strategies are skipped if a user's module may register some."""
         for key, given in self.given.items():
-            if not (self.has_foreign_modules and isinstance(given, GivenStrategy)):
-                given.check(key)
+            if key == REWARDS:
+                check_rewards(given.value)
+            elif key != KEY:
+                check_by_parser(key, given)
+            elif not self.has_foreign_modules:
+                check_strategy_name(given.value)
 
 
 def check_early(command: str, options: list[str]) -> None:
@@ -297,8 +284,3 @@ def imported_names(base: str) -> set[str]:
     module, _, name = base.rpartition(".")
     kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
     return {known.__name__ for known in subclasses(kind)} if kind is not None else set()
-
-
-def plain_key(key: str) -> str:
-    """Return a dotted key without its ``.init_args`` parts."""
-    return key.replace(".init_args.", ".")

@@ -20,13 +20,7 @@ from lightning_utilities.core.enums import StrEnum
 import rlightning.algorithms  # noqa: F401  so that `--model GRPO` finds an algorithm by its bare name
 from rlightning.atomic_save import written_aside
 from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model
-from rlightning.cli.option_texts import (
-    begin_mappings,
-    mark_files,
-    replace_files,
-    spell_out_files,
-    spell_out_options,
-)
+from rlightning.cli.option_texts import mark_files, spell_out_files, spell_out_options
 from rlightning.cli.parser_messages import summarise
 from rlightning.config.argument_checks import parameters_of
 from rlightning.config.files import load_keys, plain_texts, use_strict_yaml
@@ -38,7 +32,7 @@ from rlightning.data import PromptDataModule
 from rlightning.disk import needed
 from rlightning.environments import Environment
 from rlightning.error_report import set_run_folder, yield_to_rank_0
-from rlightning.errors import ConfigError, find_run_error
+from rlightning.errors import ConfigError, cause_chain, find_run_error
 from rlightning.foreign_text import visible, visible_on_one_line, without_secrets
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
@@ -80,21 +74,18 @@ class RLArgumentParser(LightningArgumentParser):
         try:
             built: Namespace = super().instantiate(*args, **kwargs)
         except ValueError as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, MisconfigurationException):
-                cause = cause.__cause__ or cause.__context__
-            if cause is None:
-                raise
-            raise ConfigError(f"{cause}") from error
+            for cause in cause_chain(error, with_context=True):
+                if isinstance(cause, MisconfigurationException):
+                    raise ConfigError(f"{cause}") from error
+            raise
         return resolve_secrets(plain_texts(built), "the configuration", RLArgumentParser.secrets)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Write a one-line summary of jsonargparse's message and exit with code 2."""
         if not self.exit_on_error:
             super().error(message, ex)
-        cause: BaseException | None = ex
-        while cause is not None and not isinstance(cause, ConfigError):
-            cause = cause.__cause__
+        causes = cause_chain(ex) if ex is not None else ()
+        cause = next((cause for cause in causes if isinstance(cause, ConfigError)), None)
         gist = visible_on_one_line(str(cause)) if cause else visible(summarise(message, RLArgumentParser.keys))
         yield_to_rank_0()
         self.exit(2, f"error: {gist}\n")
@@ -210,10 +201,9 @@ class RLCLI(LightningCLI):
         )
         RLArgumentParser.keys = keys
         if not asks_for_help(options):
-            keys.check_options(options)
+            options = keys.check_options(options)
             classes = {key: kind for key, kind in keys.classes.items() if isinstance(kind, type)}
             check_callbacks(kind for key, kind in classes.items() if key.startswith("trainer.callbacks"))
-            options = begin_mappings(replace_files(options, keys.files), keys.unset_mappings)
             check_model(keys)
         self.config = parser.parse_args([command, *options])
 
@@ -234,7 +224,10 @@ class RLCLI(LightningCLI):
         if folder.is_file():
             raise ConfigError(f"trainer.default_root_dir={folder} is a file. Name a folder for the run.")
         if is_rank_0():
-            self.take_run_folder(folder)
+            if self.subcommand == "fit":
+                lock_run(folder)
+            else:
+                check_writable(folder, "trainer.default_root_dir")
         config["ckpt_path"] = settle_checkpoint(
             str(self.subcommand), folder, trainer["callbacks"], config.get("ckpt_path")
         )
@@ -242,13 +235,6 @@ class RLCLI(LightningCLI):
         settle_lengths(trainer)
         if trainer["logger"] is True:
             trainer["logger"] = None
-
-    def take_run_folder(self, folder: Path) -> None:
-        """Lock the run's folder for ``fit``; raise a ConfigError if it is not writable, or another fit uses it."""
-        if self.subcommand == "fit":
-            lock_run(folder)
-        else:
-            check_writable(folder, "trainer.default_root_dir")
 
     def mask_secrets(self) -> None:
         """Replace secrets in the configuration, which is written to files and loggers, by references to them."""
@@ -277,7 +263,8 @@ class RLCLI(LightningCLI):
         rollout = self._get(self.config_init, "rollout")
         own = [callback for callback in listed if isinstance(callback, find_callback("RolloutCallback"))]
         if own:
-            if self.is_rollout_configured():
+            keys = RLArgumentParser.keys
+            if keys is not None and any(key.startswith("rollout.") for key in keys.seen):
                 raise ConfigError(
                     f"rollout: this section and a {type(own[0]).__name__} under trainer.callbacks are both there. "
                     "Keep one of them."
@@ -303,11 +290,6 @@ class RLCLI(LightningCLI):
         if not self._get(self.config_init, "trainer")["fast_dev_run"]:
             own.append(SaveRunConfig(self._parser(self.subcommand), self.config[self.subcommand]))
         return own
-
-    def is_rollout_configured(self) -> bool:
-        """Return whether a file or an option has set a key of the section ``rollout``."""
-        keys = RLArgumentParser.keys
-        return keys is not None and any(key.startswith("rollout.") for key in keys.seen)
 
     def predict(self, **kwargs: Any) -> None:
         """Run prediction without keeping the completions in memory, since a callback writes them to a file."""

@@ -1,43 +1,15 @@
-"""Rewrites command line options: files are replaced by their content, short names of strategies by their classes."""
+"""Rewrites command line options: short names of strategies are replaced by their classes, names of files are marked."""
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
 
 import yaml
 from jsonargparse import get_loader, set_loader
 
-from rlightning.config.files import WrittenText, dump_yaml, load_yaml
+from rlightning.config.files import WrittenText, load_yaml
 from rlightning.parallel.strategy_names import KEYS, spell_out
 
 _load_yaml = get_loader("yaml")
-
-
-def replace_files(options: list[str], contents: Sequence[object]) -> list[str]:
-    """Return command line options in which the file of the n-th ``--config`` is replaced by the n-th content.
-
-    Args:
-        contents: one for each file; None keeps the file.
-    """
-    rest, replaced = iter(contents), list(options)
-    for i, option in enumerate(options):
-        name, equals, _ = option.partition("=")
-        if name not in ("--config", "-c"):
-            continue
-        content = next(rest)
-        if content is not None:
-            text = dump_yaml(content)
-            replaced[i if equals else i + 1] = f"{name}={text}" if equals else text
-    return replaced
-
-
-def begin_mappings(options: list[str], keys: Iterable[str]) -> list[str]:
-    """Return the options with ``--<key>={}`` inserted before the first that sets a nested key, for each of ``keys``."""
-    begun = list(options)
-    for key in keys:
-        place = next(i for i, option in enumerate(begun) if option.lstrip("-").startswith(f"{key}."))
-        begun.insert(place, f"--{key}={{}}")
-    return begun
 
 
 def mark_files(options: list[str]) -> list[str]:
@@ -62,28 +34,21 @@ def mark_files(options: list[str]) -> list[str]:
 
 def spell_out_options(options: list[str]) -> list[str]:
     """Return command line options in which short names of strategies are replaced by their classes."""
-    return list(_spell_out_each(options))
+    names = [f"--{key}" for key in ("trainer", *KEYS, *(f"{key}.class_path" for key in KEYS))]
+    spelled: list[str] = []
+    words = iter(options)
+    for word in words:
+        name, equals, value = word.partition("=")
+        given = next(words, None) if name in names and not equals else value
+        if name in names and given is not None:  # the check of options reports a missing value
+            word = f"{name}={_spell_out_text(given, name.removeprefix('--'))}"
+        spelled.append(word)
+    return spelled
 
 
 def spell_out_files() -> None:
     """Make jsonargparse expand short names of strategies in all YAML that it reads from now on."""
     set_loader("yaml", lambda text: spell_out(_load_yaml(text)), (yaml.YAMLError,))
-
-
-def _spell_out_each(options: list[str]) -> Iterator[str]:
-    rest = iter(options)
-    for option in rest:
-        name, equals, text = option.partition("=")
-        if name.removeprefix("--") not in ("trainer", *KEYS, *(f"{key}.class_path" for key in KEYS)):
-            yield option
-            continue
-        if not equals:
-            value = next(rest, None)
-            if value is None:  # the check of options reports it
-                yield option
-                return
-            text = value
-        yield f"{name}={_spell_out_text(text, name.removeprefix('--'))}"
 
 
 def _spell_out_text(text: str, key: str) -> str:

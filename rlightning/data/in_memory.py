@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from rlightning.data import sources
-from rlightning.data.rows import FilledRows, HeldRows, JoinedRows, Row, locate_part
+from rlightning.data.rows import FilledRows, HeldRows, JoinedRows, Row
 from rlightning.data.sources import RowTable, from_dataset, read_rows
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_value
@@ -50,18 +50,17 @@ _FORMS = "a path, a list of paths, a datasets.Dataset, a list of dicts, or a Dat
 
 @dataclass(frozen=True, slots=True)
 class JoinedTable(RowTable):
-    """The rows of several files as one prompt set, in which errors still name a row by its own file and line.
-
-    ``ends`` are the cumulative numbers of the files' rows.
-    """
+    """The rows of several files as one prompt set, in which errors still name a row by its own file and line."""
 
     tables: Sequence[RowTable] = ()
-    ends: Sequence[int] = ()
 
     def where(self, row: int) -> str:
         """Return the file and the line of a row."""
-        table, place = locate_part(self.ends, row)
-        return self.tables[table].where(place)
+        for table in self.tables:
+            if row < len(table.rows):
+                return table.where(row)
+            row -= len(table.rows)
+        raise IndexError(row)
 
 
 def paths_of(source: object) -> list[str]:
@@ -157,7 +156,6 @@ def _read_files(paths: Sequence[str], limit: int | None, environment: Environmen
         places=range(1, len(joined) + 1),
         has_fixed_fields=any(table.has_fixed_fields for table in tables),
         tables=tables,
-        ends=joined.ends,
     )
 
 

@@ -71,9 +71,9 @@ class MappedPrompts(LazySequence[Prompt]):
     def __len__(self) -> int:
         return len(self._encoded) if self._kept is None else len(self._kept)
 
-    def read(self, places: range) -> list[Prompt]:
-        """Return the prompts at these indices."""
-        return [self._make(place if self._kept is None else int(self._kept[place])) for place in places]
+    def read(self, start: int, stop: int) -> list[Prompt]:
+        """Return the prompts from ``start`` to ``stop``."""
+        return [self._make(place if self._kept is None else int(self._kept[place])) for place in range(start, stop)]
 
     def _make(self, row: int) -> Prompt:
         (encoded,) = self._encoded[row : row + 1].to_pylist()

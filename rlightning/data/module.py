@@ -19,11 +19,9 @@ from rlightning.data.protocols import (
     ChecksAnswers,
     ChecksColumns,
     HasCompletionColumn,
-    HasMaxLength,
-    HasTokenizer,
     HasVocabSize,
-    OverfitsBatches,
     ReadsColumns,
+    ReadsPrompts,
     TakesPrompts,
     required,
 )
@@ -151,7 +149,10 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         if stage in ("fit", "validate", "test") and self.validation_prompts is None:
             if not self.validation_sets and stage != "fit":
                 raise _not_set("validation", "validate on")
-            self.validation_sets = [_hold_validation(chosen) for chosen in self.validation_sets]
+            self.validation_sets = [
+                replace(chosen, path=hold_rows(chosen.path, chosen.limit, chosen.key, f"{chosen.key}.limit"))
+                for chosen in self.validation_sets
+            ]
             self.validation_prompts = [self._load_validation(chosen) for chosen in self.validation_sets]
         if stage == "predict" and self.predict_prompts is None:
             if self.predict is None:
@@ -270,7 +271,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         """Choose the limit on prompt tokens if none is set; raise a ConfigError if completions get no token."""
         before, trainer = self.max_prompt_tokens, self.trainer
         assert trainer is not None
-        length = required(self._module, HasMaxLength).max_model_length
+        length = required(self._module, ReadsPrompts).max_model_length
         if self._is_limit_chosen:
             callbacks = [*trainer.callbacks]  # type: ignore[attr-defined]  # set by a connector
             if has(trainer.strategy, _HasWorkerCallbacks):
@@ -305,7 +306,7 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         self._steps_per_epoch = len(prompts) // prompts_per_step
         if rank == 0:
             logger.info("%d training prompts, %d steps an epoch.", len(prompts), self._steps_per_epoch)
-        limit = self.trainer.overfit_batches if has(self.trainer, OverfitsBatches) else 0
+        limit: int | float = self.trainer.overfit_batches  # type: ignore[union-attr]  # set by a connector
         if limit:  # the same steps in every epoch
             num_steps = limit if isinstance(limit, int) else int(limit * self._steps_per_epoch)
             prompts = prompts[: max(num_steps, 1) * prompts_per_step]
@@ -331,16 +332,16 @@ class PromptDataModule(CheckedArguments, LightningDataModule):
         return self._build(table, own.without_absent_columns(table.columns))
 
     def _build(self, table: RowTable, prompt_format: PromptFormat, *, is_rewarded: bool = True) -> Sequence[Prompt]:
-        module = self._module
+        module = required(self._module, ReadsPrompts)
         if is_rewarded and has(module, ChecksColumns):
             _check_columns(module.check_columns, table)
         completion_column = module.completion_column if is_rewarded and has(module, HasCompletionColumn) else None
         prompts = build_prompts(
             table,
-            required(module, HasTokenizer).tokenizer,
+            module.tokenizer,
             replace(prompt_format, completion_column=completion_column),
             vocab_size=module.vocab_size if has(module, HasVocabSize) else None,
-            max_length=required(module, HasMaxLength).max_model_length,
+            max_length=module.max_model_length,
         )
         self.longest_limit = max(self.longest_limit, longest_limit(prompts))
         if is_rewarded and self._rank_and_ranks[0] == 0 and has(module, ChecksAnswers):
@@ -368,7 +369,3 @@ def _check_columns(check: Callable[[list[str], str], None], table: RowTable) -> 
             except ConfigError:
                 require_columns(table, [column])
         raise
-
-
-def _hold_validation(chosen: ValidationSet) -> ValidationSet:
-    return replace(chosen, path=hold_rows(chosen.path, chosen.limit, chosen.key, f"{chosen.key}.limit"))

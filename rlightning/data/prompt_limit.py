@@ -27,9 +27,9 @@ class HasSampling(Protocol):
         """The callback's sampling parameters."""
 
 
-def check_prompt_limit(limit: int | None, max_model_length: int) -> None:
+def check_prompt_limit(limit: int, max_model_length: int) -> None:
     """Raise a ConfigError for a limit at which the model's maximum length leaves no token for a completion."""
-    if limit is None or limit < 1:
+    if limit < 1:
         raise ConfigError(f"max_prompt_tokens={limit} must be at least 1.")
     if limit >= max_model_length:
         raise ConfigError(

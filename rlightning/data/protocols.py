@@ -1,4 +1,4 @@
-"""The members of trainer and module that a data module uses, each as a protocol."""
+"""The members of a module that a data module uses, as protocols."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -27,22 +27,11 @@ def required(module: object, protocol: Callable[..., P]) -> P:
     return module
 
 
-class OverfitsBatches(Protocol):
-    """A trainer with ``overfit_batches``: the number, or share, of steps that every epoch repeats; 0 for all steps."""
-
-    @property
-    def overfit_batches(self) -> int | float: ...
-
-
-class HasTokenizer(Protocol):
-    """A module with the tokenizer of its model."""
+class ReadsPrompts(Protocol):
+    """A module with the tokenizer of its model, and the maximum number of tokens of the model's sequences."""
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
-
-
-class HasMaxLength(Protocol):
-    """A module with the maximum number of tokens of its model's sequences."""
 
     @property
     def max_model_length(self) -> int: ...

@@ -3,11 +3,9 @@
 Files are memory-mapped, so that all processes of a host share their pages.
 """
 
-import bisect
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -28,8 +26,8 @@ class LazySequence(Sequence[T]):
     """A sequence whose items are created on access."""
 
     @abstractmethod
-    def read(self, places: range) -> Sequence[T]:
-        """Return the items at these indices, which must exist."""
+    def read(self, start: int, stop: int) -> Sequence[T]:
+        """Return the items from ``start`` to ``stop``, which must exist."""
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -38,10 +36,10 @@ class LazySequence(Sequence[T]):
     def __getitem__(self, index: slice) -> Sequence[T]: ...
 
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        if isinstance(index, slice):
-            return self.read(range(len(self))[index])
-        place = range(len(self))[index]
-        return self.read(range(place, place + 1))[0]
+        places = range(len(self))[index]
+        if isinstance(places, int):
+            return self.read(places, places + 1)[0]
+        return self.read(places.start, places.stop) if places.step == 1 else [self[place] for place in places]
 
 
 class StoredRows(LazySequence[Row]):
@@ -70,9 +68,9 @@ class ArrowRows(StoredRows):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def read(self, places: range) -> list[Row]:
-        """Return the rows at these indices."""
-        rows: list[Row] = self._dataset[places].to_pylist()
+    def read(self, start: int, stop: int) -> list[Row]:
+        """Return the rows from ``start`` to ``stop``."""
+        rows: list[Row] = self._dataset[start:stop].to_pylist()
         return [json.loads(row["row"]) for row in rows] if self._is_json else rows
 
 
@@ -86,9 +84,9 @@ class HeldRows(StoredRows):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, places: range) -> Sequence[Row]:
-        """Return the rows at these indices."""
-        return self._rows[places.start : places.stop : places.step]
+    def read(self, start: int, stop: int) -> Sequence[Row]:
+        """Return the rows from ``start`` to ``stop``."""
+        return self._rows[start:stop]
 
 
 class JoinedRows(StoredRows):
@@ -96,22 +94,18 @@ class JoinedRows(StoredRows):
 
     def __init__(self, parts: Sequence[Sequence[Row]]) -> None:
         self._parts = parts
-        self.ends = list(accumulate(map(len, parts)))
         self.columns = set.intersection(*map(common_columns, parts))
         self.digest = digest_texts(part.digest if isinstance(part, StoredRows) else digest_rows(part) for part in parts)
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return sum(map(len, self._parts))
 
-    def read(self, places: range) -> list[Row]:
-        """Return the rows at these indices."""
-        if places.step != 1:
-            return [self[place] for place in places]
+    def read(self, start: int, stop: int) -> list[Row]:
+        """Return the rows from ``start`` to ``stop``."""
         rows: list[Row] = []
-        for part, end in zip(self._parts, self.ends, strict=True):
-            begin = end - len(part)
-            if begin < places.stop and places.start < end:
-                rows += part[max(places.start - begin, 0) : places.stop - begin]
+        for part in self._parts:
+            rows += part[max(start, 0) : max(stop, 0)]
+            start, stop = start - len(part), stop - len(part)
         return rows
 
 
@@ -126,26 +120,15 @@ class FilledRows(StoredRows):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, places: range) -> list[Row]:
-        """Return the rows at these indices."""
+    def read(self, start: int, stop: int) -> list[Row]:
+        """Return the rows from ``start`` to ``stop``."""
         filled = {self._column: self._value}
-        rows = [self._rows[place] for place in places] if places.step < 0 else self._rows[places.start : places.stop]
-        rows = rows[:: places.step] if places.step > 1 else rows
-        return [row | filled if row.get(self._column) in (None, "") else row for row in rows]
+        return [row | filled if row.get(self._column) in (None, "") else row for row in self._rows[start:stop]]
 
 
 def common_columns(rows: Sequence[Row]) -> set[str]:
     """Return the columns that every row has."""
     return rows.columns if isinstance(rows, StoredRows) else set(rows[0]).intersection(*rows)
-
-
-def locate_part(ends: Sequence[int], row: int) -> tuple[int, int]:
-    """Return the index of the part of a concatenated set that contains a row, and the row's index in that part.
-
-    ``ends`` are the cumulative numbers of rows; ``row`` is counted from 0 over all parts.
-    """
-    part = bisect.bisect_right(ends, row)
-    return part, row - (ends[part - 1] if part else 0)
 
 
 def write_json_rows(

@@ -108,22 +108,19 @@ class PromptStream:
 
 
 class PromptLoader:
-    """Data loader for one epoch: yields this rank's prompts for each step. The next epoch continues the stream.
+    """Data loader for one epoch: yields this rank's ``num_prompts`` for each of ``num_steps`` steps.
 
-    An epoch has as many steps of ``num_prompts`` a rank as fit into the set once, or ``num_steps`` if the stream
-    repeats fewer prompts (``trainer.overfit_batches``). The next epoch begins with the remaining prompts, also after
-    refills: no prompt is skipped.
+    The next epoch continues the stream with the remaining prompts, also after refills: no prompt is skipped.
     """
 
-    def __init__(self, stream: PromptStream, num_prompts: int, *, num_steps: int | None = None) -> None:
-        self.stream, self.num_prompts = stream, num_prompts
-        self.num_steps = len(stream.prompts) // (num_prompts * stream.num_ranks) if num_steps is None else num_steps
+    def __init__(self, stream: PromptStream, num_prompts: int, *, num_steps: int) -> None:
+        self.stream, self.num_prompts, self.num_steps = stream, num_prompts, num_steps
 
     def __len__(self) -> int:
         return self.num_steps
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        for _ in range(len(self)):
+        for _ in range(self.num_steps):
             self.stream.begin_step()
             yield self.stream.take(self.num_prompts)
 
@@ -144,9 +141,9 @@ class ChosenPrompts(LazySequence[Prompt]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def read(self, places: range) -> list[Prompt]:
-        """Return the prompts at these indices."""
-        return [self._prompts[self._places[place]] for place in places]
+    def read(self, start: int, stop: int) -> list[Prompt]:
+        """Return the prompts from ``start`` to ``stop``."""
+        return [self._prompts[place] for place in self._places[start:stop]]
 
 
 class PromptBatches:

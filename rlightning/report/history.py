@@ -44,11 +44,6 @@ class History:
         points = self.series.get(name)
         return points[-1][1] if points else None
 
-    def first(self, name: str) -> float | None:
-        """Return the oldest value of a metric; None if it has none."""
-        points = self.series.get(name)
-        return points[0][1] if points else None
-
     def state_dict(self) -> StateDict:
         """Return the history as plain lists and dictionaries."""
         return {"series": {name: [list(p) for p in s] for name, s in self.series.items()}, "strides": self._strides}

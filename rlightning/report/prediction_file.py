@@ -40,6 +40,7 @@ class PredictionFile:
     Attributes:
         num_prompts: number of prompts in the file.
         num_completions: number of completions in the file.
+        is_open: whether the file is open for writing.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
@@ -51,18 +52,13 @@ class PredictionFile:
         self._settings_path = path.with_name(f"{path.name}.partial.settings")
         self._settings = json.loads(to_json(settings))
         self._num_bytes = 0  # size of the whole lines in the file
-        self._lock: BinaryIO | None = None  # the partial file, opened for its lock
-        self._file: BinaryIO | None = None  # the same file, once rows may be written
+        self._file: BinaryIO | None = None  # the partial file, from the time when it is locked
+        self.is_open = False
 
     @property
     def is_begun(self) -> bool:
         """Whether an earlier run has written a part of the file."""
         return self._settings_path.exists()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the file is open for writing."""
-        return self._file is not None
 
     def read(self) -> dict[int, int]:
         """Return the prompts that an earlier run has written: the hash of each text, by the prompt's index.
@@ -100,7 +96,7 @@ class PredictionFile:
         Raises:
             ConfigError: another process holds the lock.
         """
-        if self._lock is not None:
+        if self._file is not None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.partial.open("ab")
@@ -111,16 +107,16 @@ class PredictionFile:
             raise self._refuse("is being written by another process") from error
         except OSError:  # some network file systems have no locks
             log.warning("'%s' cannot be locked: do not write to it from two commands at once.", self.partial)
-        self._lock = file
+        self._file = file
 
     def open(self) -> None:
         """Open the file to append after the lines that :meth:`read` has found."""
         self.lock()
         with written_aside(self._settings_path) as aside:
             aside.write_text(to_json(self._settings), encoding="utf-8")
-        assert self._lock is not None
-        self._lock.truncate(self._num_bytes)
-        self._file = self._lock
+        assert self._file is not None
+        self._file.truncate(self._num_bytes)
+        self.is_open = True
         if self._is_parquet:
             self._append(self._finished())
 
@@ -162,12 +158,12 @@ class PredictionFile:
 
     def close(self) -> None:
         """Close the file; an unfinished file stays, an empty one is removed. May be called twice."""
-        if self._lock is not None:
+        if self._file is not None:
             with suppress(OSError):  # the disk may be full again
-                if not self.is_begun and not self._lock.tell():
+                if not self.is_begun and not self._file.tell():
                     self.partial.unlink(missing_ok=True)
-                self._lock.close()
-        self._lock = self._file = None
+                self._file.close()
+        self._file, self.is_open = None, False
 
     def _line(self, prompt: Prompt, trajectories: list[Trajectory]) -> bytes:
         row = prediction(prompt, trajectories)
@@ -176,7 +172,7 @@ class PredictionFile:
         return f"{to_json(row)}\n".encode()
 
     def _append(self, lines: Iterable[bytes]) -> None:
-        assert self._file is not None, "open() comes before write()"
+        assert self._file is not None and self.is_open, "open() comes before write()"
         with needed("The file", self.partial, "What was written before is kept. Make room, and run the command again."):
             self._file.writelines(lines)
             self._file.flush()

@@ -47,11 +47,8 @@ def describe_repeat(
         deadline: seconds for which other ranks wait for a step's rewards.
         everywhere: the function's results on all ranks; None or empty for a single rank.
     """
-    faults = [_describe_noise(repeat), _describe_values(everywhere or all_values)]
-    if _step_seconds(repeat, len(all_values), num_parallel) > deadline:
-        speed = _describe_speed(repeat, len(all_values), num_parallel)
-        faults.append(f"{speed}, and other ranks wait for {deadline:g} s")
-    said = "; ".join(fault for fault in faults if fault)
+    speed = _describe_speed(repeat, len(all_values), num_parallel, deadline)
+    said = "; ".join(filter(None, (_describe_noise(repeat), _describe_values(everywhere or all_values), speed)))
     return f"Reward '{name}': {said}. model.check_rewards: false leaves this check out." if said else None
 
 
@@ -89,16 +86,14 @@ def _describe_values(values: Sequence[float]) -> str | None:
     return f"it gave all {len(known)} completions of the first step {min(known):g}, from which nothing can be learned"
 
 
-def _step_seconds(repeat: Repeat, num_samples: int, num_parallel: int) -> float:
-    """Estimate the seconds of a step's calls; a lower bound if some calls did not return in time."""
+def _describe_speed(repeat: Repeat, num_samples: int, num_parallel: int, deadline: float) -> str | None:
+    """Return a sentence if a step's calls take longer than other ranks wait; else None."""
     rounds = math.ceil(len(repeat.again) / num_parallel)
-    return repeat.seconds / max(rounds, 1) * math.ceil(num_samples / num_parallel)
-
-
-def _describe_speed(repeat: Repeat, num_samples: int, num_parallel: int) -> str:
+    seconds = repeat.seconds / max(rounds, 1) * math.ceil(num_samples / num_parallel)
+    if seconds <= deadline:
+        return None
     bound = "more than " if None in repeat.again else ""
-    seconds = _step_seconds(repeat, num_samples, num_parallel)
     return (
         f"{len(repeat.again)} calls took {bound}{repeat.seconds:.2g} s, so that the {num_samples} of a step, "
-        f"{num_parallel} at once, take {bound}{seconds:.3g} s"
+        f"{num_parallel} at once, take {bound}{seconds:.3g} s, and other ranks wait for {deadline:g} s"
     )

@@ -18,7 +18,15 @@ from lightning.pytorch.strategies import StrategyRegistry
 import rlightning.algorithms
 from rlightning.callbacks import VLLMRollout
 from rlightning.cli.config_keys import parse_value, subclasses
-from rlightning.cli.config_precheck import BASES, GivenStrategy, GivenValue, SourceKeys, check_early, keys_of
+from rlightning.cli.config_precheck import (
+    BASES,
+    Given,
+    SourceKeys,
+    check_by_parser,
+    check_early,
+    check_strategy_name,
+    keys_of,
+)
 from rlightning.cli.lightning_cli import RLCLI, RLArgumentParser
 from rlightning.cli.parser_messages import summarise
 from rlightning.cli.source_parameters import parameters_of_source, subclass_names
@@ -28,7 +36,6 @@ from rlightning.data import PromptDataModule
 from rlightning.errors import ConfigError, find_run_error
 from rlightning.module import RLModule
 from rlightning.module.policy_module import PolicyModule
-from rlightning.parallel.strategy_names import KEY
 
 CLASSES = [
     *(getattr(rlightning.algorithms, name) for name in rlightning.algorithms.__all__),
@@ -180,7 +187,7 @@ def test_values_are_refused_where_the_parser_refuses_them(kind: Any, is_option: 
     for name in names:
         for text in VALUES:
             value = text if is_option else parse_value(text)
-            early = refusal(GivenValue(value, found[name], is_option).check, name)
+            early = refusal(check_by_parser, name, Given(value, found[name], is_option))
             late = refusal(parse, name, value, parser, is_option)
             assert early == late, (name, value)
             num_refused += early is not None
@@ -294,7 +301,7 @@ def test_subclass_names_hold_all_imported_classes(key: str) -> None:
 
 @pytest.mark.parametrize("name", [*StrategyRegistry, "auto", "fsdp2", "own.Strategy"])
 def test_strategies_of_lightnings_registry_pass(name: str) -> None:
-    GivenStrategy(name).check(KEY)
+    check_strategy_name(name)
 
 
 def test_class_defined_in_this_process_may_be_named_bare() -> None:

@@ -41,6 +41,11 @@ def test_spelling_is_replaced_by_its_class(spelling: str, path: str) -> None:
     assert spell_out_options([f"--trainer.strategy.class_path={spelling}"]) == [f"--trainer.strategy.class_path={path}"]
 
 
+def test_value_like_a_key_is_no_option() -> None:
+    options = ["--data.prompt_column", "trainer", "--model.lr", "1", "--trainer.strategy"]
+    assert spell_out_options(options) == options
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(("spelling", "path"), [SPELLINGS[0], SPELLINGS[-1]])
 def test_a_strategy_by_each_of_its_names(

@@ -9,8 +9,9 @@ import pytest
 import yaml
 from cli_project import resolve_config
 
-from rlightning.cli.option_texts import replace_files
+from rlightning.cli.config_keys import ConfigKeys
 from rlightning.config.files import dump_yaml, load_yaml, merge_mappings, nest_names, read_config
+from rlightning.data import ValidationSet
 from rlightning.errors import ConfigError
 
 
@@ -129,12 +130,16 @@ def test_merge_mappings_nests_but_not_into_other_classes() -> None:
     assert merge_mappings(earlier, later) == {"a": {"x": 1, "y": 3}, "b": 1, "c": {"class_path": "B"}, "d": 4}
 
 
-def test_replace_files_puts_contents_in_place_of_their_files() -> None:
-    options = ["--config", "a.yaml", "--model.lr", "1", "--config=b.yaml", "-c", "c.yaml"]
-    replaced = replace_files(options, [None, {"no": 1}, {"a": ["x"]}])
-    assert replaced[:4] == options[:4] and replaced[5] == "-c"
-    assert yaml.safe_load(replaced[4].removeprefix("--config=")) == {"no": 1}
-    assert yaml.safe_load(replaced[6]) == {"a": ["x"]}
+def test_merged_contents_stand_in_place_of_their_files(tmp_path: Path) -> None:
+    first, second, third = (str(tmp_path / name) for name in ("a.yaml", "b.yaml", "c.yaml"))
+    Path(first).write_text("engine: {a: '1e-5', b: 1}\n")
+    Path(second).write_text("engine: {b: '5e3', d: 1e-5}\n")
+    Path(third).write_text("lr: 1\n")
+    options = ["--config", first, "--lr", "1", f"--config={second}", "-c", third, "--sets.easy.limit=2", "--help"]
+    keys = ConfigKeys({"engine": dict[str, Any], "lr": float, "sets": dict[str, ValidationSet]}, {})
+    checked = keys.check_options(options)
+    assert checked[:4] == options[:4] and checked[5:] == ["-c", third, "--sets={}", "--sets.easy.limit=2", "--help"]
+    assert load_yaml(checked[4].removeprefix("--config=")) == {"engine": {"a": "1e-5", "b": "5e3", "d": 1e-5}}
 
 
 TEXTS = ["1e-5", "1e5", "5e3", "1E+5", "010", "0o17", "0x1F", "1:30", "12:30:00", "1_000", "no", "yes", "On", "true"]
@@ -146,12 +151,6 @@ def test_dump_yaml_keeps_texts_and_numbers_for_both_versions(load: Any) -> None:
     numbers = [1, -7, 0.1, 1e-5, 1e5, 1e300, -math.inf, True, None]
     content = {"texts": TEXTS, "keys": dict.fromkeys(TEXTS, 1), "numbers": numbers}
     assert load(dump_yaml(content)) == content
-
-
-def test_merged_files_keep_texts_that_look_like_numbers() -> None:
-    content = {"engine": {"a": "1e-5", "b": "1e5", "c": "5e3", "d": 1e-5}}
-    [_, text] = replace_files(["--config", "a.yaml"], [content])
-    assert load_yaml(text) == content
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ def test_values_by_step() -> None:
     history.add(1, {"reward/mean": 0.5})
     history.add(2, {"reward/mean": 0.75, "optim/lr": 1e-3})
     assert history.series == {"reward/mean": [(1, 0.5), (2, 0.75)], "optim/lr": [(2, 1e-3)]}
-    assert (history.first("reward/mean"), history.last("reward/mean"), history.last("loss")) == (0.5, 0.75, None)
+    assert (history.last("reward/mean"), history.last("loss")) == (0.75, None)
 
 
 def test_a_step_that_comes_again_replaces_what_followed_it() -> None:

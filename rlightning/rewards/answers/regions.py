@@ -3,16 +3,13 @@
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 
 from rlightning.rewards.answers.kinds import Answer, Formula, Group, Listing, Relation, Union
 from rlightning.rewards.answers.numbers import Number
 from rlightning.rewards.answers.reading import read_answer
+from rlightning.rewards.answers.structures import line_without
 
 REVERSED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
-_INFINITY = Formula(r"\infty")
-_MINUS_INFINITY = Formula(r"-\infty")
-_REALS = (Group("(", (_MINUS_INFINITY, _INFINITY), ")"),)
 _ABSOLUTE = re.compile(r"\|\s*(\\?[a-zA-Z]+)\s*\|")
 
 
@@ -33,22 +30,15 @@ def to_region(answer: Answer) -> Region | None:
         if None in regions or len(names) > 1:
             return None
         if all(isinstance(item, Relation) and item.signs == ("!=",) for item in items):
-            return _without([region.parts[0].items[1] for region in regions if region], names.pop())  # type: ignore[union-attr]
+            points = [region.parts[0].items[1] for region in regions if region]  # type: ignore[union-attr]
+            are_numbers = all(isinstance(point, Number) for point in points)
+            return Region(line_without(points), names.pop()) if are_numbers else None
         return Region(_merge(tuple(part for region in regions if region for part in region.parts)), names.pop())
     if isinstance(answer, Group):
         return Region((answer,)) if answer.opening == r"\{" or len(answer.items) == 2 else None
     if isinstance(answer, Formula):
-        return Region(_REALS) if answer.latex in (r"\mathbb{R}", r"\R", r"\Reals") else None
+        return Region(line_without([])) if answer.latex in (r"\mathbb{R}", r"\R", r"\Reals") else None
     return _solve(answer) if isinstance(answer, Relation) else None
-
-
-def _without(points: list[Answer], name: str) -> Region | None:
-    """Return the real line of the variable ``name`` without some points."""
-    if not all(isinstance(point, Number) for point in points):
-        return None
-    ordered = sorted((point for point in points if isinstance(point, Number)), key=lambda number: number.value)
-    ends: list[Answer] = [_MINUS_INFINITY, *ordered, _INFINITY]
-    return Region(tuple(Group("(", pair, ")") for pair in pairwise(ends)), name)
 
 
 def _solve(relation: Relation) -> Region | None:
@@ -68,8 +58,7 @@ def _solve(relation: Relation) -> Region | None:
     place = sides.index(name)
     if signs == ["!="]:
         point = read_answer(sides[1 - place])
-        pairs = [] if point is None else [(_MINUS_INFINITY, point), (point, _INFINITY)]
-        return Region(tuple(Group("(", pair, ")") for pair in pairs), name) if pairs else None
+        return None if point is None else Region(line_without([point]), name)
     if len(sides) == 2:
         sides = [r"-\infty", *sides] if place == 0 else [*sides, r"\infty"]
         signs = ["<", *signs] if place == 0 else [*signs, "<"]

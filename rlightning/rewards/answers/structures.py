@@ -4,7 +4,7 @@ Each reader gets a normalised text and the function that reads its parts.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from rlightning.rewards.answers.kinds import Answer, Formula, Group, Listing, Matrix, Relation, Union
@@ -148,12 +148,14 @@ def read_reals_without(text: str, read: Read) -> Answer | None:
     """Parse the set of real numbers without some points."""
     match = _REALS_WITHOUT.fullmatch(text)
     points = read(rf"\{{{match[1]}\}}") if match else None
-    if not isinstance(points, Group):
-        return None
-    numbers = [point for point in points.items if isinstance(point, Number)]
-    ordered = sorted(numbers, key=lambda number: number.value) if len(numbers) == len(points.items) else points.items
-    ends = [Formula(r"-\infty"), *ordered, Formula(r"\infty")]
-    return Union(tuple(Group("(", pair, ")") for pair in pairwise(ends)))
+    return Union(line_without(points.items)) if isinstance(points, Group) else None
+
+
+def line_without(points: Sequence[Answer]) -> tuple[Group, ...]:
+    """Return the intervals of the real line between some points, which are sorted if all are numbers."""
+    numbers = sorted((point for point in points if isinstance(point, Number)), key=lambda number: number.value)
+    ends = [Formula(r"-\infty"), *(numbers if len(numbers) == len(points) else points), Formula(r"\infty")]
+    return tuple(Group("(", pair, ")") for pair in pairwise(ends))
 
 
 def read_matrix(text: str, read: Read) -> Matrix | None:
