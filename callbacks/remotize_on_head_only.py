@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlightning.controller.tensor_store import set_storing_policy
+from rlightning.controller.tensor_store import set_stores_results
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback, check_repeated
 from rlightning.protocols import HasAccelerator, HasStrategy, Loop, callbacks_of, has
@@ -60,19 +60,16 @@ class RemotizeOnHeadOnly(RLCallback):
         self.is_head = self._find_place(trainer, module)
         if self.is_head is False:
             log.info("results of this rank are not stored: the first rank of its group stores the same")
-        set_storing_policy(self._stores)
+        set_stores_results(self.is_head is not False)
 
     def teardown(self, trainer: Loop, module: object, stage: str) -> None:
         """Make ``store_tensors`` store the results of this rank again."""
         self.is_head = None
-        set_storing_policy(None)
+        set_stores_results(True)
 
     def on_exception(self, trainer: Loop, module: object, exception: BaseException) -> None:
         """Undo :meth:`setup`, because ``teardown`` is not called after an exception."""
         self.teardown(trainer, module, "fit")
-
-    def _stores(self) -> bool:
-        return self.is_head is not False
 
     def _find_place(self, trainer: Loop, module: object) -> bool | None:
         """Return whether this rank is the first of its group; None if it is in no group."""

@@ -111,18 +111,15 @@ class SaveHF(RunCallback):
     def _save(self, trainer: Loop, module: object, folder: Path) -> None:
         assert has(module, SavesHF), "setup() has checked it"
         way_out = "Make room there, or name another path. The run's checkpoints are kept."
-        saves_adapter = has(module, SavesAdapter) and module.adapter is not None
-        if not saves_adapter or self.adapter != "adapter":
-            with needed("The model", folder, way_out):
-                module.save_hf(folder)
+        saved = [("model", folder, module.save_hf)]
+        if has(module, SavesAdapter) and module.adapter is not None:
+            saved.append(("adapter", folder.with_name(f"{folder.name}_adapter"), module.save_adapter))
+            saved = {"both": saved, "merged": saved[:1], "adapter": saved[1:]}[self.adapter]
+        for what, path, save in saved:
+            with needed(f"The {what}", path, way_out):
+                save(path)
             if rank_in(trainer) == 0:
-                logger.info("saved the model to %s", folder)
-        if has(module, SavesAdapter) and saves_adapter and self.adapter != "merged":
-            beside = folder.with_name(f"{folder.name}_adapter")
-            with needed("The adapter", beside, way_out):
-                module.save_adapter(beside)
-            if rank_in(trainer) == 0:
-                logger.info("saved the adapter to %s", beside)
+                logger.info("saved the %s to %s", what, path)
 
     def _folder(self, trainer: Loop) -> Path:
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "hf"

@@ -1,9 +1,7 @@
 """Measures seconds by phase, tokens per second, MFU and memory."""
 
 import math
-import resource
-import sys
-from pathlib import Path
+import os
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,6 +22,7 @@ from rlightning.protocols import (
     adapter_of,
     has,
 )
+from rlightning.rpc.worker_limits import resident_bytes
 from rlightning.types import RolloutBatch
 
 
@@ -133,19 +132,10 @@ def log_metrics(module: object, metrics: dict[str, float]) -> None:
 
 def memory_gib() -> dict[str, float]:
     """Return this process's memory in GiB; the GPU's only if this process has initialised CUDA."""
-    memory = {"memory/rss_gib": _resident_bytes() / platform.GIB}
+    memory = {"memory/rss_gib": resident_bytes(os.getpid()) / platform.GIB}
     device_memory = platform.memory_use()
     if device_memory is not None:
         memory["memory/allocated_gib"] = device_memory.allocated / platform.GIB
         memory["memory/reserved_gib"] = device_memory.reserved / platform.GIB
         memory["memory/peak_gib"] = device_memory.peak / platform.GIB
     return memory
-
-
-def _resident_bytes() -> int:
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * resource.getpagesize()
-    # Without /proc only the maximum so far is available: in bytes on macOS, else in KiB.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -80,11 +80,7 @@ def seal_file(path: Path) -> None:
 
 
 def verify_file(path: Path) -> None:
-    """Raise a DamagedError if a file of ``torch.save`` does not match its checksum or, without one, its records' CRCs.
-
-    Raises:
-        DamagedError: the file differs from what was written.
-    """
+    """Raise a DamagedError if a file of ``torch.save`` does not match its checksum; without one, its records' CRCs."""
     size = path.stat().st_size
     if size == 0:
         raise DamagedError(path, "it is empty")
@@ -122,11 +118,7 @@ def checksums_of(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str
 
 
 def verify_files(folder: Path, expected: Checksums) -> None:
-    """Raise a DamagedError if a file in ``expected`` is missing, or has another size or checksum.
-
-    Raises:
-        DamagedError: names the first missing or damaged file.
-    """
+    """Raise a DamagedError if a file in ``expected`` is missing, or has another size or checksum."""
     for name, (num_bytes, digest) in expected.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
@@ -146,11 +138,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify_manifest(folder: Path) -> None:
-    """Raise a DamagedError if a folder's files do not match its ``checksums.json``; a folder without one passes.
-
-    Raises:
-        DamagedError: names the first missing or damaged file.
-    """
+    """Raise a DamagedError if a folder's files do not match its ``checksums.json``; a folder without one passes."""
     path = folder / MANIFEST
     if not path.is_file():
         return

@@ -74,12 +74,9 @@ def show_log_lines() -> None:
         logger.addHandler(_StandardError())
 
 
-class _OfCallbacks(logging.Filter):
-    """A log filter that drops Lightning's messages up to level INFO, except those of its callbacks."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log ``record``: a warning or an error, or a message of one of Lightning's callbacks."""
-        return record.levelno > logging.INFO or "callbacks" in Path(record.pathname).parts
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Return whether to log a message of Lightning's: a warning or an error, or a message of one of its callbacks."""
+    return record.levelno > logging.INFO or "callbacks" in Path(record.pathname).parts
 
 
 def quieten() -> None:
@@ -90,7 +87,7 @@ def quieten() -> None:
     """
     show_log_lines()
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
-        logging.getLogger(name).addFilter(_OfCallbacks())
+        logging.getLogger(name).addFilter(_is_shown)
     logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels that do not fit the device or Python
     logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
     for name in ("fabric.utilities.distributed", "fabric.utilities.seed", "pytorch.accelerators.cuda"):

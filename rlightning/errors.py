@@ -144,11 +144,9 @@ def find_run_error(error: BaseException) -> RunError | None:
     The chain of causes is searched, because jsonargparse wraps exceptions of a class's ``__init__``. Some frequent
     errors of other libraries correspond to an error of this package.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in cause_chain(error):
         if isinstance(cause, RunError):
             return cause
-        cause = cause.__cause__
     # An instance of a class exists only if its module is loaded; a failing process should import nothing.
     lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
     if lightning is not None and isinstance(error, lightning.MisconfigurationException):

@@ -144,11 +144,7 @@ class RunCallback(RLCallback):
 
 
 def check_outputs(trainer: Loop, stage: str) -> None:
-    """Raise a ConfigError if two callbacks write to the same path in a stage, in any spelling of it.
-
-    Raises:
-        ConfigError: names the callbacks and the path.
-    """
+    """Raise a ConfigError if two callbacks write to the same path in a stage, in any spelling of it."""
     writers: dict[Path, object] = {}
     for callback in callbacks_of(trainer):
         output = callback.output(trainer, stage) if isinstance(callback, RLCallback) else None
@@ -166,9 +162,6 @@ def check_repeated(callbacks: Iterable[object]) -> None:
 
     Args:
         callbacks: all callbacks of a run, distinguished by their ``state_key``, as in Lightning.
-
-    Raises:
-        ConfigError: two callbacks have the same key, or the same kind in ``only_one``.
     """
     seen: set[str] = set()
     single: dict[str, type] = {}

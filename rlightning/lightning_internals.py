@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import Any
 
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_device_properties
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
@@ -26,10 +25,9 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as MetricMetadata
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as Results
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
+__all__ = [  # what is imported here under another name
     "CheckpointConnector",
     "DataFetcher",
     "FitLoop",
@@ -39,37 +37,7 @@ __all__ = [
     "Results",
     "SubprocessLauncher",
     "TrainingEpochLoop",
-    "checkpoint_connector",
-    "ddp_options",
-    "detects_anomaly",
-    "epoch_results",
-    "epochs_between_saves",
-    "given_checkpoint_io",
-    "given_data",
-    "has_sync_batchnorm",
-    "is_amid_step",
-    "is_checked_at_epoch_end",
-    "is_nothing_to_save",
-    "is_of_tuner",
-    "last_saved",
-    "loaded_checkpoint",
-    "logged_metrics",
-    "metrics_to_save_by",
-    "model_registry",
-    "replace_prepare_data",
-    "replace_signal_handling",
-    "restore_module_modes",
-    "results_of",
-    "save_if_best",
-    "saves_on_train_epoch_end",
-    "set_device_mesh",
-    "set_received_sigterm",
-    "steps_between_saves",
-    "teardown",
-    "time_between_saves",
-    "trainer_of",
     "update_device_properties",
-    "without_cuda_rng",
 ]
 
 
@@ -187,48 +155,6 @@ def trainer_of(module: LightningModule) -> Trainer | None:
 def given_checkpoint_io(strategy: object) -> CheckpointIO | None:
     """Return the checkpoint plugin passed to a strategy; None without one, and then none is created."""
     return strategy._checkpoint_io if isinstance(strategy, Strategy) else None
-
-
-def steps_between_saves(callback: ModelCheckpoint) -> int:
-    """Return the callback's ``every_n_train_steps``; 0 if steps trigger no save."""
-    return callback._every_n_train_steps
-
-
-def epochs_between_saves(callback: ModelCheckpoint) -> int:
-    """Return the callback's ``every_n_epochs``; 0 if epochs trigger no save."""
-    return callback._every_n_epochs
-
-
-def time_between_saves(callback: ModelCheckpoint) -> timedelta | None:
-    """Return the callback's ``train_time_interval``."""
-    return callback._train_time_interval
-
-
-def saves_on_train_epoch_end(callback: ModelCheckpoint) -> bool | None:
-    """Return the callback's ``save_on_train_epoch_end``; None if it depends on validations."""
-    return callback._save_on_train_epoch_end
-
-
-def is_nothing_to_save(callback: ModelCheckpoint, trainer: Trainer) -> bool:
-    """Return whether the callback would save nothing now: outside of training, or if this step is already saved."""
-    return callback._should_skip_saving_checkpoint(trainer)
-
-
-def metrics_to_save_by(callback: ModelCheckpoint, trainer: Trainer) -> dict[str, Tensor]:
-    """Return the metrics by which ``callback`` would name and rank a checkpoint that it saved now."""
-    return callback._monitor_candidates(trainer)
-
-
-def save_if_best(callback: ModelCheckpoint, trainer: Trainer, metrics: dict[str, Tensor]) -> None:
-    """Save a checkpoint if it is among the best ``save_top_k`` by ``metrics``. Every rank must call it."""
-    callback._save_topk_checkpoint(trainer, metrics)
-
-
-def is_checked_at_epoch_end(callback: EarlyStopping, trainer: Trainer) -> bool:
-    """Return whether EarlyStopping checks its metric at the end of each training epoch, or must not check it now
-    (outside of a fit, in a sanity check). If False, it checks its metric only after validations.
-    """
-    return bool(callback._check_on_train_epoch_end) or callback._should_skip_check(trainer)
 
 
 def teardown(trainer: Trainer) -> None:

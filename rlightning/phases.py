@@ -145,7 +145,9 @@ class PhaseTimer(RunCallback):
         self._opened = None
         self.phase_seconds = {phase: self._sums[phase] for phase in PHASES if phase in self._sums}
         # A step without a rollout (supervised fine-tuning) is measured by what it updated on.
-        self.num_tokens = _sum_over_ranks(module, self._num_rollout_tokens or self._num_update_tokens)
+        self.num_tokens = self._num_rollout_tokens or self._num_update_tokens
+        if has(module, SumsOverRanks):
+            self.num_tokens = int(module.world_sum(torch.tensor(self.num_tokens)))
         self.on_step_timed(trainer, module)
 
     def _begin(self, phase: str) -> None:
@@ -168,7 +170,3 @@ class PhaseTimer(RunCallback):
         seconds = 0.0 if begun is None else perf_counter() - begun
         self._sums[phase] = self._sums.get(phase, 0.0) + seconds
         return seconds
-
-
-def _sum_over_ranks(module: object, count: int) -> int:
-    return int(module.world_sum(torch.tensor(count))) if has(module, SumsOverRanks) else count

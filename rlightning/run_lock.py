@@ -108,9 +108,6 @@ def check_writable(folder: Path, key: str) -> None:
     Args:
         folder: a folder, which need not exist.
         key: the configuration key that names the folder.
-
-    Raises:
-        ConfigError: names the reason.
     """
     there = next(above for above in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(above))
     if not there.is_dir():

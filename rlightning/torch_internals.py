@@ -19,21 +19,7 @@ if TYPE_CHECKING:
 else:  # type checkers do not find it in that module
     Store = dist.Store
 
-__all__ = [
-    "Store",
-    "StridedShard",
-    "copy_tensors",
-    "default_store",
-    "is_traceable_wrapper_subclass",
-    "nccl_backends",
-    "non_persistent_buffers",
-    "norms",
-    "scale_tensors",
-    "set_allocator",
-    "set_group_timeout",
-    "varlen_attn_backward",
-    "with_local_tensor",
-]
+__all__ = ["Store", "StridedShard", "is_traceable_wrapper_subclass"]  # what is imported here under another name
 
 
 def default_store() -> Store:

@@ -205,7 +205,7 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(execution_mode, "_resolved", None)
     monkeypatch.setattr(tensor_store, "_store", tensor_store.LocalStore())
-    monkeypatch.setattr(tensor_store, "_policy", None)
+    monkeypatch.setattr(tensor_store, "_stores_results", True)
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 

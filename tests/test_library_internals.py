@@ -51,6 +51,11 @@ ALLOWED = {
         "_dynamo _inductor": "options of torch.compile that torch.compiler does not have",
         "_is_fsdp_managed_module": "the mark by which torch.compile takes a module's integers for variables",
     },
+    "module/monitoring.py": {
+        "_every_n_epochs _every_n_train_steps _monitor_candidates _save_on_train_epoch_end _save_topk_checkpoint "
+        "_should_skip_saving_checkpoint _train_time_interval": "of the ModelCheckpoint that StepCheckpoint is",
+        "_check_on_train_epoch_end": "of the EarlyStopping that StepEarlyStopping is",
+    },
     "parallel/fsdp.py": {
         "_setup_distributed": "of the strategy that this one is: setup_environment() makes another mesh, too"
     },
@@ -93,7 +98,7 @@ OBJECTS = {
         "_should_skip_saving_checkpoint",
         "_train_time_interval",
     ),
-    EarlyStopping: ("_check_on_train_epoch_end", "_should_skip_check"),
+    EarlyStopping: ("_check_on_train_epoch_end",),
     LightningModule: ("_device_mesh", "_trainer"),
     DDPStrategy: ("_ddp_kwargs", "_launcher"),
     ModelParallelStrategy: ("_device_mesh", "_setup_distributed"),

@@ -103,22 +103,17 @@ class CommandFeed:
     def training_batches(self) -> Iterator[object]:
         """Yield this rank's share of each step's batch."""
         while True:
-            yield self.take_batch()
-
-    def take_batch(self) -> object:
-        """Return this rank's share of the current step's batch; None if it has already been returned."""
-        batch, self._batch = self._batch, None
-        return batch
+            batch, self._batch = self._batch, None
+            yield batch
 
     def answer_step(self) -> None:
         """Send the training step's result to the controller."""
         self._report_stop()
         self.queue.answer(self._step_result())
 
-    def await_evaluation(self) -> int:
-        """Execute commands until a validation, test or prediction starts; return the number of its sets."""
+    def await_evaluation(self) -> None:
+        """Execute commands until a validation, test or prediction starts."""
         self.begin_evaluation(self._serve_until(Evaluate))
-        return self.num_loaders
 
     def begin_evaluation(self, command: Evaluate) -> None:
         """Report to the controller that an evaluation has started, and let :meth:`evaluation_batches` begin."""

@@ -34,11 +34,6 @@ class EpochMetric:
     prog_bar: bool
     logger: bool
 
-    @property
-    def step_names(self) -> set[str]:
-        """The names under which Lightning logs the metric after a step."""
-        return {self.name, f"{self.name}_step"}
-
 
 def take_epoch_metrics(results: Results) -> list[EpochMetric]:
     """Return this worker's metrics with ``on_epoch=True`` since the last call, and reset them in Lightning's results.

@@ -19,7 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlightning.processes.process_table import find_children, identify_process, kill_process
+from rlightning.processes.process_table import find_children, identify_process, kill_process, list_processes
 
 ENDED_BY_RAY = re.compile(r"Terminate the process|Raylet IPC connection failed|local [Rr]aylet|Check failed")
 """Messages in the log of a driver that Ray ended because it lost the raylet."""
@@ -49,10 +49,11 @@ def watch_own_node(session: str) -> OwnNode | None:
 
     ``session`` is Ray's session folder.
     """
-    raylets = [pid for pid, name in find_children(os.getpid()).items() if name == "raylet" and identify_process(pid)]
+    own = [process for process in list_processes() if process.parent == os.getpid()]
+    raylets = [process for process in own if process.name == "raylet" and process.is_alive]
     if not raylets:
         return None
-    raylet = max(raylets, key=lambda pid: int(identify_process(pid).rpartition("/")[2]))
+    raylet = max(raylets, key=lambda process: process.start).pid
     agents = [identify_process(pid) for pid in find_children(raylet)]
     reaper = subprocess.Popen(
         [

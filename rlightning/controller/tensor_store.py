@@ -178,7 +178,7 @@ class LocalStore(TensorStore):
 
 
 _store: TensorStore = LocalStore()
-_policy: Callable[[], bool] | None = None
+_stores_results = True
 
 
 def tensor_store() -> TensorStore:
@@ -205,12 +205,12 @@ def live_bytes() -> int:
 def stores_results() -> bool:
     """Return whether this rank is the one of its tensor-parallel group that stores the results equal on all of them.
 
-    True without a policy; ``RemotizeOnHeadOnly`` sets a policy while its training engine exists.
+    True unless ``RemotizeOnHeadOnly`` has called :func:`set_stores_results` for its run.
     """
-    return _policy is None or _policy()
+    return _stores_results
 
 
-def set_storing_policy(policy: Callable[[], bool] | None) -> None:
-    """Set the function that :func:`stores_results` calls; None to store results in every process."""
-    global _policy
-    _policy = policy
+def set_stores_results(is_storing: bool) -> None:
+    """Set the return value of :func:`stores_results`."""
+    global _stores_results
+    _stores_results = is_storing

@@ -162,7 +162,8 @@ class Worker(CommandQueue):
         found = logged_metrics(self.trainer)
         logged = as_floats([found["callback"]])
         of_epoch = take_epoch_metrics(epoch_results(self.trainer))
-        twice = set[str]().union(*(metric.step_names for metric in of_epoch))
+        # The names under which Lightning logs metrics of epochs after a step.
+        twice = {f"{metric.name}{suffix}" for metric in of_epoch for suffix in ("", "_step")}
         metrics = {name: value for name, value in logged.items() if name not in twice}
         return StepResult(
             metrics,

@@ -166,7 +166,6 @@ class WorkerEnvironment(Environment):
                 num_workers=self.num_workers,
                 max_calls=self.max_trajectories,
                 setup=[self.environment, self.arguments, own_search_path()],
-                start_timeout=intervals.WORKER_START_TIMEOUT,
                 finish_timeout=3 * intervals.CANCEL_GRACE,
                 may_repeat=False,
                 limits=self.limits,

@@ -162,27 +162,24 @@ def assign_minibatches(num_groups: int, num_minibatches: int, seed: int, num_epo
 
     The result depends only on the arguments, so that it is the same on all ranks, and in balance and update.
 
-    Returns:
-        For each epoch its minibatches, each a list of groups.
-    """
-    order = torch.Generator().manual_seed(seed)
-    return [split_minibatches(num_groups, num_minibatches, order) for _ in range(num_epochs)]
-
-
-def split_minibatches(num_groups: int, num_minibatches: int, generator: torch.Generator) -> list[list[int]]:
-    """Split groups at random into minibatches whose numbers of groups differ by at most one.
-
     Args:
         num_groups: number of groups of all ranks.
-        num_minibatches: number of minibatches; fewer if there are fewer groups.
-        generator: for the random order; in the same state on all ranks.
+        num_minibatches: number of minibatches of an epoch; fewer if there are fewer groups. Their numbers of groups
+            differ by at most one.
+        seed: seed of the random order.
+        num_epochs: number of epochs.
 
     Returns:
-        For each minibatch a list of groups in ``range(num_groups)``; every group is in exactly one.
+        For each epoch its minibatches, each a list of groups in ``range(num_groups)``; every group is in exactly one.
     """
-    order = torch.randperm(num_groups, generator=generator).tolist() if num_minibatches > 1 else list(range(num_groups))
-    count = min(num_minibatches, num_groups)
-    return [order[first::count] for first in range(count)]
+    generator, count = torch.Generator().manual_seed(seed), min(num_minibatches, num_groups)
+    epochs = []
+    for _ in range(num_epochs):
+        order = list(range(num_groups))
+        if num_minibatches > 1:
+            order = torch.randperm(num_groups, generator=generator).tolist()
+        epochs.append([order[first::count] for first in range(count)])
+    return epochs
 
 
 def minibatch_seed(weight_version: int) -> int:
@@ -312,7 +309,8 @@ class Packing:
         return varlen_obstacle(self.device, dtype, head_size(self.config)) is not None
 
     def _flops(self, batch: RolloutBatch, prefixes: Prefixes) -> Tensor:
-        count, shared = partial(sequence_flops, self.config, adapter_weights=self.adapter_weights), prefixes.to_tensor()
+        count = partial(sequence_flops, self.config, adapter_weights=self.adapter_weights)
+        shared = torch.from_numpy(prefixes.lengths)
         return count(batch.lengths, batch.sampled_lengths) - count(shared, torch.zeros_like(shared))
 
 

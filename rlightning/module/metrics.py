@@ -32,8 +32,7 @@ class RunningMeans:
         for name, value in values.items():
             chosen = value.double() if mask is None else torch.where(mask, value.double(), 0)
             count = chosen.new_full((), value.numel()) if mask is None else mask.sum()
-            self._sums[name] = self._sums.get(name, 0) + chosen.sum()
-            self._counts[name] = self._counts.get(name, 0) + count
+            self.add_share(name, chosen.sum(), count)
 
     def add_share(self, name: str, part: Tensor, whole: Tensor) -> None:
         """Add a numerator and a denominator, both scalars; the metric is the quotient of both sums."""

@@ -20,17 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.disk import needed
 from rlightning.errors import ConfigError, did_you_mean
-from rlightning.lightning_internals import (
-    epoch_results,
-    epochs_between_saves,
-    is_checked_at_epoch_end,
-    is_nothing_to_save,
-    metrics_to_save_by,
-    save_if_best,
-    saves_on_train_epoch_end,
-    steps_between_saves,
-    time_between_saves,
-)
+from rlightning.lightning_internals import epoch_results
 from rlightning.module.metric_names import find_names, is_among
 from rlightning.parallel.stop_signal import stop_signal
 from rlightning.protocols import callbacks_of, has
@@ -182,13 +172,13 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         monitored metric.
         """
         self._note_validation(trainer)
-        if not is_nothing_to_save(self, trainer) and not self._should_save_on_train_epoch_end(trainer):
+        if not self._should_skip_saving_checkpoint(trainer) and not self._should_save_on_train_epoch_end(trainer):
             self._is_due |= self._is_epoch_due(trainer)
         self._save_if_due(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save at the end of an epoch, if a save is due."""
-        if saves_on_train_epoch_end(self) is not False and self._is_epoch_due(trainer) and self._is_logged(trainer):
+        if self._save_on_train_epoch_end is not False and self._is_epoch_due(trainer) and self._is_logged(trainer):
             self._is_due = True
         self._save_if_due(trainer)
 
@@ -219,7 +209,7 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
             self.kth_value = self.best_k_models[self.kth_best_model_path]
 
     def _is_triggered(self, trainer: Trainer) -> bool:
-        every, interval = steps_between_saves(self), time_between_saves(self)
+        every, interval = self._every_n_train_steps, self._train_time_interval
         is_over = False
         if interval is not None:
             now = time.monotonic()
@@ -231,11 +221,11 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         return is_over or (every > 0 and trainer.global_step % every == 0)
 
     def _is_epoch_due(self, trainer: Trainer) -> bool:
-        every = epochs_between_saves(self)
+        every = self._every_n_epochs
         return every > 0 and (trainer.current_epoch + 1) % every == 0
 
     def _should_save_on_train_epoch_end(self, trainer: Trainer) -> bool:
-        if saves_on_train_epoch_end(self) is None and not has_validation(trainer):
+        if self._save_on_train_epoch_end is None and not has_validation(trainer):
             return True
         return super()._should_save_on_train_epoch_end(trainer)
 
@@ -244,13 +234,13 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
         super()._save_checkpoint(trainer, filepath)
 
     def _save_if_due(self, trainer: Trainer) -> None:
-        if is_nothing_to_save(self, trainer):
+        if self._should_skip_saving_checkpoint(trainer):
             self._is_due = False  # even if this step is already saved
         if not self._is_due or not self._is_logged(trainer):
             return
         self._is_due = False
-        candidates = metrics_to_save_by(self, trainer)
-        save_if_best(self, trainer, candidates)
+        candidates = self._monitor_candidates(trainer)
+        self._save_topk_checkpoint(trainer, candidates)
         self._save_last_checkpoint(trainer, candidates)
 
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Any]) -> None:
@@ -261,13 +251,13 @@ class StepCheckpoint(_Monitor, ModelCheckpoint):
             super()._save_last_checkpoint(trainer, monitor_candidates)
 
     def _save_last_state(self, trainer: Trainer) -> None:
-        if is_nothing_to_save(self, trainer) or not self._keeps_last_state(trainer):
+        if self._should_skip_saving_checkpoint(trainer) or not self._keeps_last_state(trainer):
             return
-        candidates = metrics_to_save_by(self, trainer)
+        candidates = self._monitor_candidates(trainer)
         # The last step's epoch: once that is over, the trainer's is the next one.
         candidates["epoch"] = torch.tensor(max(trainer.fit_loop.epoch_progress.current.ready - 1, 0))
         if self.monitor is None and self.save_top_k != 0:
-            save_if_best(self, trainer, candidates)
+            self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
             return
         chosen, self.save_last = self.save_last, self.save_last or True
@@ -307,7 +297,7 @@ class StepEarlyStopping(_Monitor, EarlyStopping):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the metric at an epoch's end, if that is configured or the fit has no validation."""
-        if not is_checked_at_epoch_end(self, trainer) and not has_validation(trainer):
+        if not self._check_on_train_epoch_end and not has_validation(trainer):
             self._run_early_stopping_check(trainer)
         super().on_train_epoch_end(trainer, pl_module)
 

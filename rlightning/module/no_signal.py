@@ -32,9 +32,6 @@ class StepsWithoutSignal:
             num_sampled: number of the step's completions, with refills, over all ranks.
             num_kept: number of completions with a learning signal.
             is_told: whether this rank logs that the update is skipped.
-
-        Raises:
-            ConfigError: the limit is reached.
         """
         self.number = 0 if num_kept else self.number + 1
         line = (

@@ -48,12 +48,9 @@ def checked(configure_optimizers: Callable[..., object]) -> Callable[..., object
 
 
 def check_form(found: object) -> None:
-    """Raise an error if a value is not one of the forms of ``configure_optimizers`` that Lightning accepts.
+    """Raise a ConfigError if a value is not one of the forms of ``configure_optimizers`` that Lightning accepts.
 
     None is accepted: it means no optimizer.
-
-    Raises:
-        ConfigError: the value has none of these forms.
     """
     entries: list[Any] = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
     if len(entries) == 2 and isinstance(entries[0], list):
@@ -139,14 +136,11 @@ def _check_schedule(config: LRSchedulerConfig, max_steps: int) -> None:
         raise ConfigError(
             f"{METHOD}: frequency={config.frequency} of {name} must be at least 1. Use 1 for a step after each rollout."
         )
-    num_steps, total_steps = (
-        max_steps // config.frequency,
-        scheduler.total_steps if isinstance(scheduler, OneCycleLR) else None,
-    )
-    if total_steps is not None and num_steps > total_steps:
+    num_steps = max_steps // config.frequency
+    if isinstance(scheduler, OneCycleLR) and num_steps > scheduler.total_steps:
         raise ConfigError(
-            f"{METHOD}: {name} ends after total_steps={total_steps}, and the run steps it {num_steps} times. Set "
-            f"total_steps to {num_steps}: schedules are stepped once a rollout."
+            f"{METHOD}: {name} ends after total_steps={scheduler.total_steps}, and the run steps it {num_steps} times. "
+            f"Set total_steps to {num_steps}: schedules are stepped once a rollout."
         )
 
 

@@ -37,8 +37,7 @@ from rlightning.objectives.policy import (
     token_log_ratio,
 )
 from rlightning.objectives.proximal import approximate_proximal
-from rlightning.objectives.returns import Returns, Traces, TurnBaseline, Turns, find_signal
-from rlightning.objectives.segments import spread_to_tokens, sum_by_run, sum_by_sequence
+from rlightning.objectives.returns import Returns, TurnBaseline, Turns, find_signal
 from rlightning.objectives.zero_gradient import has_zero_gradient
 
 __all__ = [
@@ -53,7 +52,6 @@ __all__ = [
     "Returns",
     "RolloutCorrection",
     "SoftGate",
-    "Traces",
     "TurnBaseline",
     "Turns",
     "aggregate",
@@ -73,10 +71,7 @@ __all__ = [
     "reinforce_loss",
     "sequence_log_ratio",
     "soft_gate_loss",
-    "spread_to_tokens",
     "subtract_kl",
-    "sum_by_run",
-    "sum_by_sequence",
     "sum_components",
     "token_log_ratio",
     "token_returns",

@@ -10,7 +10,6 @@ class Deadline:
     """A point in time, ``seconds`` after this object's construction, at which waits end."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
         self._end = time.monotonic() + seconds
 
     @property

@@ -45,7 +45,6 @@ class RewardPool:
                 max_calls=MAX_CONCURRENT if is_async else 1,
                 max_queued=0 if is_async else MAX_QUEUED,
                 setup=[self._make_setup(is_async, sources)],
-                start_timeout=intervals.WORKER_START_TIMEOUT,
                 finish_timeout=3 * intervals.CANCEL_GRACE if is_async else 0.0,
             )
             for is_async in (False, True)

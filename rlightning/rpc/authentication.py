@@ -20,7 +20,6 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,6 +28,8 @@ from rlightning.rpc.connection import ConnectionLostError, RPCError
 SCHEME = "tcp"
 MAGIC = b"rlightning rpc 1"
 WITH_KEY, WITHOUT_KEY = b"k", b"u"
+WELCOME, WRONG_KEY, OTHER_USER, BUSY = b"w", b"k", b"u", b"b"
+"""The server's verdicts on a client that has sent its proof."""
 NONCE_BYTES = DIGEST_BYTES = KEY_BYTES = 32
 
 
@@ -38,15 +39,6 @@ class AuthenticationError(RPCError):
 
 class BusyError(ConnectionLostError):
     """The server has its maximum number of connections; retrying later may help."""
-
-
-class Verdict(Enum):
-    """The server's decision on a client that has sent its proof."""
-
-    WELCOME = b"w"
-    WRONG_KEY = b"k"
-    OTHER_USER = b"u"
-    BUSY = b"b"
 
 
 def new_key() -> bytes:
@@ -98,14 +90,13 @@ async def authenticate_server(end: socket.socket, key: bytes | None) -> None:
     nonce = secrets.token_bytes(NONCE_BYTES)
     await _send(end, MAGIC + nonce + _digest(key, b"client", their_nonce, nonce))
     reply = await _receive(end, 1 + DIGEST_BYTES)
-    verdict = Verdict(reply[:1]) if reply[:1] in {v.value for v in Verdict} else None
-    if verdict is Verdict.OTHER_USER:
+    verdict, proof = reply[:1], reply[1:]
+    if verdict == OTHER_USER:
         raise AuthenticationError("it belongs to another user, and has no key: both sides need one")
-    if verdict in (None, Verdict.WRONG_KEY) or not hmac.compare_digest(
-        reply[1:], _digest(key, b"server" + reply[:1], their_nonce, nonce)
-    ):
+    expected = _digest(key, b"server" + verdict, their_nonce, nonce)
+    if verdict not in (WELCOME, BUSY) or not hmac.compare_digest(proof, expected):
         raise AuthenticationError("it has another key")
-    if verdict is Verdict.BUSY:
+    if verdict == BUSY:
         raise BusyError("it has its maximum number of clients")
 
 
@@ -127,19 +118,19 @@ async def authenticate_client(end: socket.socket, key: bytes | None, admit: Call
     answer = await _receive(end, len(MAGIC) + NONCE_BYTES + DIGEST_BYTES)
     magic, their_nonce, digest = answer[: len(MAGIC)], answer[len(MAGIC) : -DIGEST_BYTES], answer[-DIGEST_BYTES:]
     if magic != MAGIC or not hmac.compare_digest(digest, _digest(key, b"client", nonce, their_nonce)):
-        verdict = Verdict.WRONG_KEY
+        verdict = WRONG_KEY
     elif key is None and not is_of_this_user(end):
-        verdict = Verdict.OTHER_USER
+        verdict = OTHER_USER
     else:
-        verdict = Verdict.WELCOME if admit() else Verdict.BUSY
-    is_known = verdict in (Verdict.WELCOME, Verdict.BUSY)
-    proof = _digest(key, b"server" + verdict.value, nonce, their_nonce) if is_known else bytes(DIGEST_BYTES)
-    await _send(end, verdict.value + proof)
-    if verdict is Verdict.BUSY:
+        verdict = WELCOME if admit() else BUSY
+    is_known = verdict in (WELCOME, BUSY)
+    proof = _digest(key, b"server" + verdict, nonce, their_nonce) if is_known else bytes(DIGEST_BYTES)
+    await _send(end, verdict + proof)
+    if verdict == BUSY:
         raise BusyError("no place for another client")
-    if verdict is Verdict.WRONG_KEY:
+    if verdict == WRONG_KEY:
         raise AuthenticationError("it has another key")
-    if verdict is Verdict.OTHER_USER:
+    if verdict == OTHER_USER:
         raise AuthenticationError("without a key, only processes of the same user on this host are served")
 
 

@@ -126,15 +126,11 @@ async def _connect(host: str, port: int, key: bytes | None) -> socket.socket:
             await loop.sock_connect(end, address)
             await authenticate_server(end, key)
             return end
-        except ConnectionLostError:
+        except BaseException as problem:
             end.close()
-            raise
-        except OSError as problem:
-            end.close()
-            error = problem
-        except BaseException:
-            end.close()
-            raise
+            if not isinstance(problem, OSError) or isinstance(problem, ConnectionLostError):
+                raise
+            error = problem  # the next address may have a server
     raise error
 
 

@@ -41,7 +41,12 @@ BUFFER_CODE = 1
 """Code of msgpack's extension type for a buffer, whose data is the buffer's index, format and shape."""
 FORMATS = frozenset("bBhHiIlLqQfd?")
 """Supported formats of an array's elements; other arrays have to be viewed as one of them."""
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 60_000}
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 10,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 4,
+    socket.TCP_USER_TIMEOUT: 60_000,
+}
 """TCP keepalive: a lost host is detected after half a minute, or after a minute if data to it is unacknowledged."""
 
 _HEADER = struct.Struct("<II")
@@ -156,9 +161,8 @@ class Connection(asyncio.BufferedProtocol):
         end.setblocking(False)
         if end.family != socket.AF_UNIX:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in KEEPALIVE.items():
-                if (option := vars(socket).get(name)) is not None:
-                    end.setsockopt(socket.IPPROTO_TCP, option, value)
+            for option, value in KEEPALIVE.items():
+                end.setsockopt(socket.IPPROTO_TCP, option, value)
         connection = cls(on_message, on_closed)
         connection._socket = end
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=end)

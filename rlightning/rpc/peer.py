@@ -276,11 +276,7 @@ class Peer:
 
 
 async def limit(work: Awaitable[T], seconds: float) -> T:
-    """Await ``work`` and return its result; after ``seconds``, cancel it and raise a TimeoutError.
-
-    Raises:
-        TimeoutError: the time has passed.
-    """
+    """Await ``work`` and return its result; after ``seconds``, cancel it and raise a TimeoutError."""
     if sys.version_info >= (3, 11):
         async with asyncio.timeout(seconds):
             return await work

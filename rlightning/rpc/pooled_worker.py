@@ -153,13 +153,14 @@ class PooledWorker:
             self._has_news.set()
         self.calls[call.key] = call
 
-    async def start(self, setup: Sequence[object], timeout: float) -> Peer:
+    async def start(self, setup: Sequence[object]) -> Peer:
         """Start the process; return its peer once the process has been set up.
 
         Raises:
             ProcessStartError: the process ended or timed out.
         """
-        deadline, name = Deadline(timeout), self._name
+        timeout, name = intervals.WORKER_START_TIMEOUT, self._name
+        deadline = Deadline(timeout)
         fds, own = (self._progress.fd, self._stacks), environment_without_key()
         command = [*self._command, *map(str, fds)]
         if self._limits.max_output_mb is not None:

@@ -45,7 +45,6 @@ class WorkerPool:
         max_calls: maximum number of concurrent calls of a process.
         max_queued: number of additional calls that are sent to a process in advance.
         setup: arguments of the worker's ``setup``, which is called first.
-        start_timeout: maximum seconds until ``setup`` has returned.
         finish_timeout: maximum seconds of the worker's ``finish`` when the pool closes; 0 to skip ``finish``.
         may_repeat: whether a call is repeated if its worker ended for a reason other than this call.
         limits: limits of a worker, which is killed if it exceeds one; its calls then fail.
@@ -64,14 +63,13 @@ class WorkerPool:
         max_calls: int,
         max_queued: int = 0,
         setup: Sequence[Any] = (),
-        start_timeout: float = 300.0,
         finish_timeout: float = 0.0,
         may_repeat: bool = True,
         limits: WorkerLimits = UNLIMITED,
     ) -> None:
         self.command, self.name, self.setup, self.may_repeat, self.limits = command, name, setup, may_repeat, limits
         self.num_workers, self.max_calls, self.max_queued = num_workers, max_calls, max_queued
-        self.start_timeout, self.finish_timeout = start_timeout, finish_timeout
+        self.finish_timeout = finish_timeout
         self._workers: list[PooledWorker] = []
         self._lives: set[asyncio.Task[None]] = set()
         self._waiting: deque[Call] = deque()
@@ -212,7 +210,7 @@ class WorkerPool:
     async def _live(self, worker: PooledWorker) -> None:
         """Start a worker, monitor it, and end it."""
         try:
-            peer = await worker.start(self.setup, self.start_timeout)
+            peer = await worker.start(self.setup)
             self._has_started = True
             self._dispatch()
             await worker.watch(peer)

@@ -1,5 +1,6 @@
 """The data of a training step: prompts, trajectories, and the packed batch that the update reads."""
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from rlightning.types.trajectory import (
@@ -36,14 +37,11 @@ __all__ = [
 ]
 
 
+_FILES = {"LossTotals": "batch", "RolloutBatch": "batch", "axis": "axes"}
+
+
 def __getattr__(name: str) -> object:
     """Import names that need torch on first access: workers of environments run without torch."""
-    if name in ("LossTotals", "RolloutBatch"):
-        from rlightning.types.batch import LossTotals, RolloutBatch
-
-        return LossTotals if name == "LossTotals" else RolloutBatch
-    if name == "axis":
-        from rlightning.types.axes import axis
-
-        return axis
+    if name in _FILES:
+        return resolve_name(f"{__name__}.{_FILES[name]}:{name}")
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -161,9 +161,6 @@ def check(batch: "DataclassInstance", sizes: Mapping[Axis, int], unit: Mapping[A
         batch: the batch, which is changed in place.
         sizes: length of each axis.
         unit: names of the axes' entries, for the error.
-
-    Raises:
-        ConfigError: names the field.
     """
     for f, own, value in axis_values(batch):
         if value is None or (isinstance(value, list) and f.default is not None):  # the latter is one of objects

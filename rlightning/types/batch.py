@@ -37,6 +37,9 @@ TOKEN_FIELDS = (
 )
 """Per-token fields of a batch, the attribute of a branch from which each is concatenated, and its type."""
 
+_DERIVED: dict[str, Any] = {"shared": None, "_max_length": None, "_sampled_index": None, "_supports": None}
+"""Fields that are derived from others, and hence unset when those change."""
+
 
 class LossTotals(NamedTuple):
     """The denominators of a loss, counted over all micro-batches and ranks of one optimizer step."""
@@ -338,10 +341,7 @@ class RolloutBatch:
             cut,
             cu_seqlens=torch.cat([starts.new_zeros(1), (ends - starts).cumsum(0, dtype=torch.int32)]),
             trajectory_ids=places[owners[sequences]],
-            shared=None,
-            _max_length=None,
-            _sampled_index=None,
-            _supports=None,
+            **_DERIVED,
         )
 
     def padding(self) -> Self:
@@ -350,11 +350,7 @@ class RolloutBatch:
         return one.to(self.token_ids.device)
 
     def check(self) -> None:
-        """Convert newly set fields to tensors, in place; raise a ConfigError for a field of a wrong length.
-
-        Raises:
-            ConfigError: names the field.
-        """
+        """Convert newly set fields to tensors, in place; raise a ConfigError for a field of a wrong length."""
         num_groups = len(set(self.group_ids.tolist()))
         sizes: dict[Axis, int] = {
             "T": self.num_tokens,
@@ -384,10 +380,7 @@ class RolloutBatch:
             cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
             trajectory_ids=torch.cat(trajectory_ids),
             group_ids=torch.cat(group_ids),
-            shared=None,
-            _max_length=None,
-            _sampled_index=None,
-            _supports=None,
+            **_DERIVED,
         )
 
 

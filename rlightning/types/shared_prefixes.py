@@ -13,9 +13,9 @@ data set are all found from token ids.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,10 +36,6 @@ class Prefixes(NamedTuple):
 
     order: list[int]
     lengths: NDArray[np.int64]
-
-    def to_tensor(self) -> Tensor:
-        """Return the prefix lengths, [N]."""
-        return torch.from_numpy(self.lengths)
 
     @classmethod
     def none(cls, num_sequences: int) -> "Prefixes":
@@ -80,11 +76,9 @@ class SharedPrefixes:
 
     def to(self, device: torch.device) -> "SharedPrefixes":
         """Return the layout on a device; copies from host to GPU are asynchronous."""
-        values = field_values(self)
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = move(value, device)
-        return SharedPrefixes(**values)
+        values = field_values(self).items()
+        moved: dict[str, Any] = {name: move(value, device) for name, value in values if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
 
 def find_prefixes(token_ids: Tensor, cu_seqlens: Tensor, groups: Sequence[int] | None = None) -> Prefixes:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+from rlightning.types.buffers import Buffers
 
-class Supports:
+
+class Supports(Buffers):
     """For each token of a sample, the ids of the tokens from which it was drawn.
 
     Args:
@@ -23,16 +25,6 @@ class Supports:
     def __init__(self, token_ids: Iterable[int] | bytes, sizes: Iterable[int] | bytes) -> None:
         self.token_ids: array[int] = array("i", token_ids)
         self.sizes: array[int] = array("i", sizes)
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether all supports are equal, in the same order."""
-        return isinstance(other, Supports) and (self.token_ids, self.sizes) == (other.token_ids, other.sizes)
-
-    __hash__ = None  # type: ignore[assignment]  # as of any record that can change
-
-    def __repr__(self) -> str:
-        """Return a text that contains all supports."""
-        return f"Supports({self.token_ids!r}, {self.sizes!r})"
 
     def to_plain(self) -> list[bytes]:
         """Return ``token_ids`` and ``sizes`` as bytes, from which an equal object can be created."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from rlightning.types.buffers import Buffers
 from rlightning.types.supports import Supports
 
 TEMPERATURES = (0.01, 2.0)
@@ -64,28 +65,6 @@ class Prompt(NamedTuple):
     completion_ids: list[int] | None = None
     temperature: float | None = None
     max_new_tokens: int | None = None
-
-
-class Buffers:
-    """Base class of records with arrays; no tuple, list or dataclass, so that Lightning does not traverse them."""
-
-    __slots__: tuple[str, ...] = ()
-
-    def attributes(self) -> dict[str, object]:
-        """Return the values of all ``__slots__``, also those of base classes, by name."""
-        names = [name for kind in type(self).__mro__ for name in vars(kind).get("__slots__", ())]
-        return {name: getattr(self, name) for name in names}
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether all attributes are equal."""
-        return isinstance(other, Buffers) and type(other) is type(self) and self.attributes() == other.attributes()
-
-    __hash__ = None  # type: ignore[assignment]  # as of any record that can change
-
-    def __repr__(self) -> str:
-        """Return a text with all attributes."""
-        values = ", ".join(f"{name}={value!r}" for name, value in self.attributes().items())
-        return f"{type(self).__name__}({values})"
 
 
 class Sample(Buffers):

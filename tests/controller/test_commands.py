@@ -66,7 +66,7 @@ def test_command_sent_twice_is_executed_once() -> None:
     queue, done = queue_of(call, Train([7])), list[Any]()
     queue.submit(0, call)
     feed = feed_of(queue, done)
-    assert feed.await_batch() == Train([7]) and feed.take_batch() == [7]
+    assert feed.await_batch() == Train([7]) and next(feed.training_batches()) == [7]
     assert done == [call]
     queue.submit(0, call)  # executed already: its answer is read again
     assert queue.collect(0, 0) == queue.collect(0, 0) == [Completed(None)]

@@ -29,7 +29,7 @@ from rlightning.controller.tensor_store import (
     live_bytes,
     live_entries,
     set_store,
-    set_storing_policy,
+    set_stores_results,
     stores_results,
 )
 from rlightning.errors import ConfigError
@@ -271,10 +271,10 @@ def test_new_store_counts_anew_old_handles_stay() -> None:
 
 
 def test_one_policy_decides() -> None:
-    set_storing_policy(lambda: False)
+    set_stores_results(False)
     assert not stores_results()
     assert store_tensors({"x": torch.ones(2), "loss": 1.0}) is None and live_entries() == 0
-    set_storing_policy(None)
+    set_stores_results(True)
     assert stores_results() and isinstance(store_tensors(torch.ones(2)), RTensor)
 
 

@@ -13,11 +13,11 @@ from tiny import make_batch, make_completion
 
 from rlightning.module.batching import (
     assign_groups,
+    assign_minibatches,
     balance,
     reassign_groups,
     rebalance,
     split_microbatches,
-    split_minibatches,
 )
 from rlightning.parallel.collectives import global_rank
 from rlightning.types import Prompt, RolloutBatch, axis, single_turns
@@ -132,23 +132,22 @@ def test_as_many_microbatches_as_another_rank_makes(lengths: list[int], max_toke
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 60), st.integers(1, 8), st.integers(0, 3))
 def test_minibatches_hold_each_group_once_evenly(num_groups: int, num_minibatches: int, seed: int) -> None:
-    parts = split_minibatches(num_groups, num_minibatches, torch.Generator().manual_seed(seed))
-    assert sorted(group for part in parts for group in part) == list(range(num_groups))
-    assert len(parts) == min(num_minibatches, num_groups)
-    if parts:
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for parts in assign_minibatches(num_groups, num_minibatches, seed, num_epochs=2):
+        assert sorted(group for part in parts for group in part) == list(range(num_groups))
+        assert len(parts) == min(num_minibatches, num_groups)
+        if parts:
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_minibatches_follow_from_the_generator() -> None:
-    deals = [split_minibatches(16, 4, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+def test_minibatches_follow_from_seed_and_epoch() -> None:
+    deals = [assign_minibatches(16, 4, seed, num_epochs=2) for seed in (0, 0, 1)]
     assert deals[0] == deals[1] != deals[2]
-    generator = torch.Generator().manual_seed(0)
-    assert split_minibatches(16, 4, generator) != split_minibatches(16, 4, generator)
+    assert deals[0][0] != deals[0][1]
 
 
 def test_one_minibatch_keeps_the_order() -> None:
-    assert split_minibatches(3, 1, torch.Generator()) == [[0, 1, 2]]
-    assert split_minibatches(0, 2, torch.Generator()) == []
+    assert assign_minibatches(3, 1, seed=0) == [[[0, 1, 2]]]
+    assert assign_minibatches(0, 2, seed=0) == [[]]
 
 
 def test_groups_that_cost_nothing_stay_where_they_are() -> None:

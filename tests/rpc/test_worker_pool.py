@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from waiting import in_event_loop
 
+from rlightning import intervals
 from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError, pooled_worker
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 from rlightning.rpc.worker_pool import WorkerExitError, WorkerHungError, WorkerLostError, WorkerPool
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.processes
 HANG_TIMEOUT = 1.5
 
 
-def make_pool(num_workers: int = 1, max_calls: int = 8, setup: str = "", start_timeout: float = 300.0) -> WorkerPool:
+def make_pool(num_workers: int = 1, max_calls: int = 8, setup: str = "") -> WorkerPool:
     command = [sys.executable, str(Path(__file__).with_name("pool_worker.py"))]
     return WorkerPool(
         command,
@@ -27,7 +28,6 @@ def make_pool(num_workers: int = 1, max_calls: int = 8, setup: str = "", start_t
         num_workers=num_workers,
         max_calls=max_calls,
         setup=[setup],
-        start_timeout=start_timeout,
     )
 
 
@@ -120,9 +120,10 @@ async def test_cancelled_call_ends_in_its_process(tmp_path: Path) -> None:
 )
 @in_event_loop
 async def test_worker_that_cannot_start_fails_all_calls(
-    tmp_path: Path, setup: str, timeout: float, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: str, timeout: float, reason: str
 ) -> None:
-    pool = make_pool(setup=setup, start_timeout=timeout)
+    monkeypatch.setattr(intervals, "WORKER_START_TIMEOUT", timeout)
+    pool = make_pool(setup=setup)
     calls = [pool.call("a", str(tmp_path), hang_timeout=60) for _ in range(3)]
     for error in await asyncio.gather(*calls, return_exceptions=True):
         with pytest.raises(ProcessStartError, match=reason):
