@@ -89,12 +89,16 @@ def quieten() -> None:
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(_is_shown)
     logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels that do not fit the device or Python
-    logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())
+    logging.getLogger("torch.utils._pytree").addFilter(_is_no_enum_line)
     for name in ("fabric.utilities.distributed", "fabric.utilities.seed", "pytorch.accelerators.cuda"):
         logging.getLogger(f"lightning.{name}").setLevel(logging.WARNING)  # a line of each rank
     ignore_warnings()
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(pydantic|torch)\b.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\b.*")
+
+
+def _is_no_enum_line(record: logging.LogRecord) -> bool:
+    return "Enum subclass" not in record.getMessage()
 
 
 def ignore_warnings() -> None:

@@ -18,6 +18,7 @@ class ScoredTrajectory(NamedTuple):
         reward: the total reward; None if a reward function failed, or there is no reward.
         scores: unweighted result of each reward function; None if it does not apply, or failed.
         has_failed_reward: whether a reward function failed.
+        beginning: what the policy read before its first turn, with special tokens; "" to use the prompt's text.
     """
 
     trajectory: Trajectory
@@ -25,6 +26,7 @@ class ScoredTrajectory(NamedTuple):
     reward: float | None = None
     scores: Mapping[str, float | None] = {}
     has_failed_reward: bool = False
+    beginning: str = ""
 
 
 def describe_trajectory(scored: ScoredTrajectory) -> str:
@@ -35,10 +37,11 @@ def describe_trajectory(scored: ScoredTrajectory) -> str:
     lines.append(INDENT + _describe_size(one))
     if one.metrics:
         lines.append(INDENT + ", ".join(f"{name} {value:g}" for name, value in one.metrics.items()))
-    lines += _block("prompt", one.prompt.text)
+    lines += _block("prompt", scored.beginning or one.prompt.text)
     began = first_turns(one)
     rewards = iter(one.turn_rewards or ())
-    for place, turn in enumerate(one.turns):
+    num_read = next((n for n, turn in enumerate(one.turns) if turn.sample is not None), 0) if scored.beginning else 0
+    for place, turn in list(enumerate(one.turns))[num_read:]:
         lines += [f"{INDENT}-- a branch begins: {branch.reason}" for branch in began.get(place, ())]
         lines += _block(*_describe_turn(turn, next(rewards, None) if turn.sample is not None else None))
     if one.error:
@@ -52,6 +55,7 @@ def to_data(scored: ScoredTrajectory) -> dict[str, object]:
     return {
         "row": one.prompt.index,
         "prompt": one.prompt.text,
+        "beginning": scored.beginning,
         "columns": one.prompt.columns,
         "status": one.status,
         "is_sampled": scored.is_sampled,

@@ -174,8 +174,8 @@ class LoopThread:
         try:
             return future.result(timeout)
         except concurrent.futures.TimeoutError:
-            if future.done():  # the work's own error
-                raise
+            if future.done():  # the work's own error, or a result that came just then
+                return future.result()
             raise DeadlineExceededError(f"it took more than {timeout:g} s") from None
         finally:
             future.cancel()  # in case an interruption, such as Ctrl-C, has ended this wait

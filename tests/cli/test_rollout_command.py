@@ -157,6 +157,7 @@ def test_json_has_a_line_a_trajectory(
             row["timings"]["trajectory"]
         )
         assert row["turns"][-2] == {"role": "user", "content": "more\x1b"}
+        assert row["columns"]["prompt"] in row["beginning"]
     assert [branch["reason"] for branch in rows[2]["branches"]] == ["start", "started_over"]
     assert rows[0]["turns"] != rows[1]["turns"]
     code, text, errors = rollout(capsys, "--num", "3", "--json")

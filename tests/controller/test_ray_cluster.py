@@ -224,7 +224,7 @@ def run_ray(folder: Path, *arguments: str, exit_code: int, **variables: str) -> 
         command = [sys.executable, str(script), *arguments]
         done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
     assert done.returncode == exit_code
-    session, reaper, raylet = done.stdout.split()
+    session, reaper, raylet = done.stdout.splitlines()[0].split()  # Ray may add lines of its own
     return Path(session).parent, int(reaper), int(raylet)
 
 
