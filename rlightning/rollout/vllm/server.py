@@ -265,7 +265,7 @@ class VLLMServer:
     async def _run(
         self, token_ids: Sequence[int], params: SamplingParams, stream: str | None = None
     ) -> tuple[Any, list[NDArray[np.int32]]]:
-        """Return vLLM's output for one prompt, and the weight version of each sample's tokens."""
+        """Return vLLM's output for one prompt, and the weight version of each sample's tokens; none for a score."""
         self._num_requests += 1
         request_id = str(self._num_requests)
         collector = None
@@ -273,7 +273,8 @@ class VLLMServer:
         tokens = TokenStream() if stream is None else self._streams.setdefault(stream, TokenStream())
         try:
             async with self._admission:
-                self.versions.begin(request_id, params.n)
+                if params.prompt_logprobs is None:  # otherwise a score, which records no tokens
+                    self.versions.begin(request_id, params.n)
                 # The salt keeps the request from using keys and values that other weights computed for the same prompt.
                 prompt: Any = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._num_updates)}
                 collector = await self.engine.add_request(request_id, prompt, params, lora_request=self._adapter)
