@@ -1,4 +1,4 @@
-"""Decisions of a run based on its memory plan: which layers are checkpointed, and whether an engine can start."""
+"""Decisions of a run based on its memory plan: layers to checkpoint, what FSDP keeps, whether an engine can start."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -17,7 +17,9 @@ from rlightning.models.adapter import LoRA
 from rlightning.models.counts import can_count
 from rlightning.models.layers import Checkpointing, should_compile
 from rlightning.optim.optimizer import AdamWSettings
+from rlightning.parallel.collectives import any_rank
 from rlightning.parallel.device import GIB
+from rlightning.parallel.fsdp import FSDP
 from rlightning.protocols import HasConfig, HasData, HasPromptLimit, has
 from rlightning.types.batch_plan import BatchPlan
 
@@ -126,6 +128,33 @@ def check_engine(trainer: object, module: object) -> None:
         phases = {"start": plan.start(), "sync": plan.sync(), "generate": plan.generate()}
         worst = max(phases, key=lambda phase: phases[phase].total)
         raise ConfigError(f"{advice[0]} {sum_up(worst, phases[worst])}.")
+
+
+def decide_gathering(trainer: Trainer, module: object) -> str | None:
+    """Replace FSDP's settings that are "auto", by the memory plan of all ranks; every rank has to call it.
+
+    Returns:
+        A line that says why, if weights stay gathered or gradients whole until the optimizer step; otherwise None.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, FSDP) or Parallelism.of(strategy, trainer.world_size).is_decided:
+        return None
+    try:
+        plan = plan_run(trainer, module) if strategy.root_device.type == "cuda" else None
+    except ConfigError:
+        plan = None
+    found = Parallelism() if plan is None else plan.work.parallelism
+    reshards, reduces = bool(found.reshard_after_forward), bool(found.reduce_every_microbatch)
+    # Ranks whose devices differ have to communicate alike.
+    reshards, reduces = any_rank(reshards, name="weights"), any_rank(reduces, name="gradients")
+    strategy.decide_gathering(reshard_after_forward=reshards, reduce_every_microbatch=reduces)
+    if plan is None or (reshards and reduces):
+        return None
+    kept = " and ".join([*["weights gathered"] * (not reshards), *["gradients whole"] * (not reduces)])
+    return (
+        f"FSDP keeps {kept} until the optimizer step: an update is planned to take {plan.update().total / GIB:.1f} of "
+        f"{plan.device_memory / GIB:.1f} GiB with them"
+    )
 
 
 def decide_checkpointing(trainer: Trainer, module: HasConfig) -> tuple[int, str]:

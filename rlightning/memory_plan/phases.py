@@ -23,6 +23,8 @@ FRESH_FRAGMENTATION = 0.06
 """Fragmentation of a cache that was emptied before, as a share of an update's transient bytes."""
 FREE_SHARE = 0.1
 """Share of the device's memory that an update should leave free if the number of checkpointed layers is chosen."""
+KEPT_FREE_SHARE = 0.2
+"""Share of the device's memory that an update has to leave free for FSDP's "auto" to keep weights gathered."""
 STATE, MODELS = frozenset({"optimizer_state"}), frozenset({"parameters", "frozen_models"})
 MOVES = (STATE, STATE | MODELS)
 """Sets of parts to offload while an engine that lacks room is awake; the first sufficient set is used."""
@@ -91,6 +93,24 @@ class MemoryPlan:
 
     work: Work
     device_memory: int
+
+    def __post_init__(self) -> None:
+        """Replace FSDP's settings that are "auto".
+
+        Weights stay gathered and gradients whole until the optimizer step if an update then leaves ample memory, with
+        no more layers checkpointed.
+        """
+        parallelism = self.work.parallelism
+        if parallelism.is_decided:
+            return
+        freed = self.with_work(parallelism=parallelism.decided(keeps=False))
+        work = freed.work
+        if parallelism.can_keep:
+            kept = self.with_work(parallelism=parallelism.decided(keeps=True))
+            is_ample = kept.update().total <= (1 - KEPT_FREE_SHARE) * self.device_memory
+            if is_ample and kept.count_checkpointed_layers() == freed.count_checkpointed_layers():
+                work = kept.work
+        object.__setattr__(self, "work", work)
 
     def with_work(self, **changes: Any) -> "MemoryPlan":
         """Return the plan of a run with these fields of :class:`Work` changed, on the same device."""

@@ -13,7 +13,7 @@ from rlightning.models.adapter import LoRA
 from rlightning.models.layers import Checkpointing
 from rlightning.optim import OptimizerStates
 from rlightning.parallel.fsdp import FSDP
-from rlightning.parallel.sharding import CPUOffload
+from rlightning.parallel.sharding import Automatic, CPUOffload
 from rlightning.rollout import Sampling
 from rlightning.rollout.vllm.memory import EngineMemory
 from rlightning.types.batch_plan import BatchPlan
@@ -84,8 +84,10 @@ class Parallelism:
     Attributes:
         kind: one device, a copy on each rank (DDP), or shards (FSDP).
         ranks: number of all ranks.
-        tensor_parallel_size: see :class:`~rlightning.parallel.FSDP`, also for the next four.
+        tensor_parallel_size: see :class:`~rlightning.parallel.FSDP`, also for ``cpu_offload``.
         shard_size: number of data-parallel ranks that share one copy; all except in hybrid sharding.
+        reshard_after_forward: see :class:`~rlightning.parallel.FSDP`, also for the next one; a
+            :class:`~rlightning.memory_plan.phases.MemoryPlan` replaces "auto".
         has_gradient_buckets: whether DDP keeps buckets in addition to the gradients.
     """
 
@@ -94,9 +96,27 @@ class Parallelism:
     tensor_parallel_size: int = 1
     shard_size: int = 1
     cpu_offload: CPUOffload = "none"
-    reshard_after_forward: bool = True
-    reduce_every_microbatch: bool = True
+    reshard_after_forward: Automatic = True
+    reduce_every_microbatch: Automatic = True
     has_gradient_buckets: bool = False
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether FSDP saves communication if weights stay gathered and gradients whole until the optimizer step."""
+        return self.kind == "fsdp" and self.shard_size > 1 and self.cpu_offload != "parameters"
+
+    def decided(self, *, keeps: bool) -> "Parallelism":
+        """Return these settings with False for each "auto" if weights and gradients are kept, otherwise with True."""
+        return replace(
+            self,
+            reshard_after_forward=_decided(self.reshard_after_forward, not keeps),
+            reduce_every_microbatch=_decided(self.reduce_every_microbatch, not keeps),
+        )
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether no setting is "auto"."""
+        return "auto" not in (self.reshard_after_forward, self.reduce_every_microbatch)
 
     @classmethod
     def of(cls, strategy: Strategy, ranks: int) -> "Parallelism":
@@ -115,6 +135,10 @@ class Parallelism:
             has_views = bool(ddp_options(strategy).get("gradient_as_bucket_view", False))
             return cls(kind="ddp", ranks=ranks, has_gradient_buckets=not has_views)
         return cls(ranks=ranks)
+
+
+def _decided(setting: Automatic, otherwise: bool) -> bool:
+    return otherwise if setting == "auto" else bool(setting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

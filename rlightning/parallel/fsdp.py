@@ -15,7 +15,7 @@ from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.lightning_internals import set_device_mesh, update_device_properties
 from rlightning.parallel.checkpoint import ShardedCheckpoints
 from rlightning.parallel.replicated import average_gradients, broadcast_replicated, move_replicated
-from rlightning.parallel.sharding import CPUOffload, Sharding, shard_parts
+from rlightning.parallel.sharding import Automatic, CPUOffload, Sharding, shard_parts
 from rlightning.parallel.strategy import ConnectedRanks
 from rlightning.torch_internals import set_group_timeout
 
@@ -37,9 +37,10 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
             optimizer step; ``parameters``: weights, gradients and optimizer state, with optimizer steps on the host.
         reshard_after_forward: whether to free a layer's gathered weights between its forward and its backward. False
             gathers once for each optimizer step, and needs memory for the whole model in the dtype of the forward.
+            "auto" is False on CUDA devices with ample memory for this, by the memory plan, and otherwise True.
         reduce_every_microbatch: whether to reduce gradients over the ranks after each micro-batch, so that a rank keeps
             only its shard of them. False reduces once for each optimizer step, and needs memory for all gradients in
-            float32.
+            float32. "auto" as above.
         barrier_timeout: maximum seconds for which a rank waits for others, at a barrier or in a collective of the
             devices, before it fails with an error that names them.
         failure_grace: seconds in which ranks can clean up after a failure before they are killed.
@@ -51,8 +52,8 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
         tensor_parallel_size: int = 1,
         shard_size: int | None = None,
         cpu_offload: CPUOffload = "none",
-        reshard_after_forward: bool = True,
-        reduce_every_microbatch: bool = True,
+        reshard_after_forward: Automatic = "auto",
+        reduce_every_microbatch: Automatic = "auto",
         barrier_timeout: float = 1800.0,
         failure_grace: float = intervals.CLEANUP_GRACE,
     ) -> None:
@@ -67,13 +68,20 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
             raise ConfigError(
                 f"cpu_offload='{cpu_offload}' is unknown. {did_you_mean(cpu_offload, get_args(CPUOffload))}"
             )
+        for name, value in (
+            ("reshard_after_forward", reshard_after_forward),
+            ("reduce_every_microbatch", reduce_every_microbatch),
+        ):
+            if value not in (True, False, "auto"):
+                raise ConfigError(f"{name}={value} is unknown. Use true, false or auto.")
         super().__init__(
             barrier_timeout=barrier_timeout, failure_grace=failure_grace, tensor_parallel_size=tensor_parallel_size
         )
         self.tensor_parallel_size, self.shard_size = tensor_parallel_size, shard_size
         self.cpu_offload: CPUOffload = cpu_offload
-        self.reshard_after_forward = reshard_after_forward
-        self.reduce_every_microbatch = reduce_every_microbatch
+        # "auto" is the same as True until decide_gathering().
+        self.reshard_after_forward: Automatic = reshard_after_forward
+        self.reduce_every_microbatch: Automatic = reduce_every_microbatch
 
     def _configure_launcher(self) -> None:
         """Create the launcher; called before any process is started or device is used."""
@@ -122,6 +130,13 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
                 set_group_timeout(self._device_mesh.get_group(dim), self._timeout)
         set_device_mesh(self.lightning_module, self._device_mesh)
 
+    def decide_gathering(self, *, reshard_after_forward: bool, reduce_every_microbatch: bool) -> None:
+        """Replace the settings that are "auto", equally on all ranks; call it before models are loaded."""
+        if self.reshard_after_forward == "auto":
+            self.reshard_after_forward = reshard_after_forward
+        if self.reduce_every_microbatch == "auto":
+            self.reduce_every_microbatch = reduce_every_microbatch
+
     @property
     def sharding(self) -> Sharding:
         """The settings with which models are sharded over the ranks; available after :meth:`connect_ranks`."""
@@ -130,7 +145,7 @@ class FSDP(ConnectedRanks, ShardedCheckpoints, ModelParallelStrategy):
             device=self.root_device,
             compute_dtype=torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None,
             cpu_offload=self.cpu_offload,
-            reshard_after_forward=self.reshard_after_forward,
+            reshard_after_forward=bool(self.reshard_after_forward),
         )
 
     def setup(self, trainer: Trainer) -> None:

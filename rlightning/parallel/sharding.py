@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from rlightning.torch_internals import non_persistent_buffers
 
 CPUOffload = Literal["none", "optimizer", "parameters"]
+Automatic = bool | Literal["auto"]
+"""A setting that the memory plan chooses if it is "auto"."""
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,17 @@ def test_what_each_strategy_keeps() -> None:
     assert trainer(kind="fsdp", cpu_offload="optimizer").optimizer_state() == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "keeps"),
+    [({}, True), ({"shard_size": 1}, False), ({"cpu_offload": "parameters"}, False), ({"kind": "ddp"}, False)],
+)
+def test_auto_keeps_what_saves_communication(settings: dict[str, Any], keeps: bool) -> None:
+    automatic = {"reshard_after_forward": "auto", "reduce_every_microbatch": "auto"}
+    parallelism = Parallelism(**{"kind": "fsdp", "ranks": 4, "shard_size": 4, **automatic, **settings})
+    found = MemoryPlan(replace(FSDP_ALONE, parallelism=parallelism), H200).work.parallelism
+    assert (found.reshard_after_forward, found.reduce_every_microbatch) == (not keeps, not keeps)
+
+
 def test_precision_decides_bytes() -> None:
     full, half = (TrainerMemory(replace(FSDP_ALONE, precision=name)) for name in ("32-true", "bf16-true"))
     assert full.gathered_parameters() == 2 * half.gathered_parameters()

@@ -13,13 +13,14 @@ from rlightning.algorithms import GRPO
 from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout, TransformersRollout, VLLMRollout
 from rlightning.cli.plan import parse_work, read_roles
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.decisions import check_engine, decide_checkpointing, plan_run, read_run
+from rlightning.memory_plan.decisions import check_engine, decide_checkpointing, decide_gathering, plan_run, read_run
 from rlightning.memory_plan.phases import MemoryPlan, PhaseBytes
 from rlightning.memory_plan.work import RoleMemory
 from rlightning.models.counts import cached_numbers, count_weights
 from rlightning.module.roles import ModelRole
 from rlightning.module.start_block import describe_memory
 from rlightning.optim.optimizer import AdamWSettings
+from rlightning.parallel import FSDP
 
 MODULE = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_tokens_per_microbatch": 4096, "kl_coef": 0.1}
 ROLLOUT = {"max_new_tokens": 40, "gpu_memory_utilization": 0.3, "sleep": False, "engine": {"max_num_seqs": 24}}
@@ -80,6 +81,34 @@ def test_as_few_layers_are_checkpointed_as_leave_room(run: tuple[Any, Any], monk
         assert "an update of 4,096 tokens a micro-batch is planned to take" in reason
         assert (", with these" in reason) == (count > 0)
     assert counts == [0, 1, 2]  # of two layers
+
+
+def test_fsdp_keeps_what_the_plan_has_room_for(
+    run: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, module = run
+    needed = []
+
+    def decide(size: int, device: str = "cuda", **settings: Any) -> tuple[FSDP, str | None]:
+        strategy = FSDP(**settings)
+        trainer = bare_trainer(tmp_path, 3, strategy=strategy, devices=2, precision="bf16-mixed")
+        monkeypatch.setattr(FSDP, "root_device", torch.device(device))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=size))
+        line = decide_gathering(trainer, module)
+        needed.append(plan_run(trainer, module).update().total)
+        return strategy, line
+
+    strategy, line = decide(80 << 30)
+    assert (strategy.reshard_after_forward, strategy.reduce_every_microbatch) == (False, False)
+    assert line is not None and line.startswith("FSDP keeps weights gathered and gradients whole until the optimizer")
+    strategy, line = decide(int(needed[0] / 0.8) - 9)  # a fifth of the device would not stay free
+    assert (strategy.reshard_after_forward, strategy.reduce_every_microbatch, line) == (True, True, None)
+    assert needed[1] < needed[0]
+    strategy, line = decide(80 << 30, reshard_after_forward=True)
+    assert (strategy.reshard_after_forward, strategy.reduce_every_microbatch) == (True, False)
+    assert line is not None and line.startswith("FSDP keeps gradients whole until the optimizer step: ")
+    strategy, line = decide(80 << 30, device="cpu")
+    assert (strategy.reshard_after_forward, strategy.reduce_every_microbatch, line) == (True, True, None)
 
 
 @pytest.mark.long
