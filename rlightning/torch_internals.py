@@ -22,6 +22,10 @@ else:  # type checkers do not find it in that module
 __all__ = ["Store", "StridedShard", "is_traceable_wrapper_subclass"]  # what is imported here under another name
 
 
+all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+"""torch's all-gather into one tensor; the name of torch before 2.13 is deprecated."""
+
+
 def default_store() -> Store:
     """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()

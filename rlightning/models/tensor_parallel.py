@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlightning.errors import ConfigError
 from rlightning.models.counts import matches_plan, read_setting
 from rlightning.parallel.sharding import local_tensor
+from rlightning.torch_internals import all_gather_single
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -59,7 +60,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         parts = part.new_empty(group.size(), *part.shape)
-        dist.all_gather_into_tensor(parts, part.contiguous().unsqueeze(0), group=group)
+        all_gather_single(parts, part.contiguous().unsqueeze(0), group=group)
         return parts.movedim(0, -2).flatten(-2)
 
     @staticmethod

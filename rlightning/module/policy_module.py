@@ -214,7 +214,7 @@ class PolicyModule(Ranks, SavedModule):
             from rlightning.models.sharded_policy import load_sharded_policy
 
             if adapter is not None:
-                check_parallel(adapter, is_sharded=True)
+                check_parallel(adapter, is_sharded=True, tensor_parallel_size=self.tensor_parallel_size)
             policy = load_sharded_policy(model, strategy.sharding, dtype=frozen_dtype or dtype, adapter=adapter)
         else:
             policy = load_whole_policy(model, device, dtype=dtype, frozen_dtype=frozen_dtype, adapter=adapter)

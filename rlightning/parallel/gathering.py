@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from rlightning.torch_internals import StridedShard, copy_tensors
+from rlightning.torch_internals import StridedShard, all_gather_single, copy_tensors
 
 T = TypeVar("T")
 
@@ -33,10 +33,6 @@ GATHER_BYTES = 256 << 20
 """Maximum bytes of full values in one collective, unless a single tensor is larger."""
 ALIGNMENT = 16
 """Alignment in bytes of each shard in its buffer, which suits every dtype."""
-
-
-_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-"""torch's all-gather into one tensor; the name of torch before 2.13 is deprecated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +209,7 @@ def _gather_window(ranks: tuple[int, ...], pairs: list[tuple[Tensor, DTensor]], 
         received = sent[None]
     elif destination is None:
         received = torch.empty(len(ranks), share, dtype=torch.uint8, device=device)
-        _all_gather(received.view(-1), sent, group=_group(pairs[0][1], ranks))
+        all_gather_single(received.view(-1), sent, group=_group(pairs[0][1], ranks))
     else:
         shape = (len(ranks) if rank == destination else 0, share)
         received = torch.empty(shape, dtype=torch.uint8, device=device)
