@@ -33,7 +33,7 @@ class Collectives:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_bytes: list[int] = []
-        for owner, name in ((gathering, "_all_gather"), (dist, "gather")):
+        for owner, name in ((gathering, "all_gather_single"), (dist, "gather")):
             patch.setattr(owner, name, self.wrap(getattr(owner, name)))
 
     def wrap(self, collective: Callable[..., Any]) -> Callable[..., Any]:
