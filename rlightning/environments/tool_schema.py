@@ -175,6 +175,8 @@ def convert_numbers(schema: Schema, arguments: Mapping[str, object]) -> JsonObje
 
 
 def _convert(schema: Schema, value: object) -> object:
+    if isinstance(value, list | dict) and "anyOf" in schema:
+        schema = next((one for one in schema["anyOf"] if find_mistake(one, value, "") is None), {})
     if isinstance(value, list):
         return [_convert(schema.get("items", {}), item) for item in value]
     if isinstance(value, dict):

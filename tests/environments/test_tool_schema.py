@@ -7,7 +7,7 @@ import pytest
 import tool_cases
 from transformers.utils.chat_template_utils import get_json_schema
 
-from rlightning.environments.tool_schema import describe_tool, find_mistakes
+from rlightning.environments.tool_schema import convert_numbers, describe_tool, find_mistakes
 
 
 def many(
@@ -103,3 +103,20 @@ def test_mistakes_in_arguments_are_found(changes: dict[str, Any], mistake: str |
     found = find_mistakes(schema, GOOD | changes)
     assert found is None if mistake is None else str(found).startswith(mistake)
     assert find_mistakes(schema, {}) == "The argument text is missing."
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(2.0, 2), ([1.0, 2.0], [1, 2]), ({"a": 3.0}, {"a": 3.0}), ([{"a": 3.0}], [{"a": 3.0}]), ("x", "x")],
+)
+def test_whole_numbers_are_ints_where_the_schema_has_no_floats(value: Any, expected: Any) -> None:
+    def take(given: int | str | list[int] | list[dict[str, float]] | dict[str, float]) -> None:
+        """Take.
+
+        Args:
+            given: anything.
+        """
+
+    schema = describe_tool(take, "take")["function"]["parameters"]
+    converted = convert_numbers(schema, {"given": value})["given"]
+    assert repr(converted) == repr(expected)
