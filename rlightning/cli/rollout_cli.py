@@ -169,18 +169,12 @@ class RolloutCLI(RLCLI):
         scored = score_groups(self.model, [trajectories])
         self.scored += scored
         for one in scored:
-            one = one._replace(beginning=self._read_beginning(one.trajectory))
+            if one.trajectory.branches:
+                token_ids = list(one.trajectory.branches[0].beginning)
+                one = one._replace(beginning=str(self.model.tokenizer.decode(token_ids, skip_special_tokens=False)))
             text = f"{to_json(to_data(one))}\n" if self.own.is_json else describe_trajectory(one)
             sys.stdout.write(text)
         sys.stdout.flush()
-
-    def _read_beginning(self, trajectory: Trajectory) -> str:
-        """Return the text of all tokens before the policy's first one, with special tokens; "" if it sampled none."""
-        for branch in trajectory.branches[:1]:
-            if any(branch.is_sampled):
-                token_ids = branch.token_ids[: branch.is_sampled.index(1)]
-                return str(self.model.tokenizer.decode(list(token_ids), skip_special_tokens=False))
-        return ""
 
     def finish(self) -> None:
         """End the module's worker processes; then raise an error if a trajectory or its reward function failed.

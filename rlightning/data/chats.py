@@ -17,10 +17,9 @@ Message = dict[str, Any]
 """A chat message: a role, and other fields that the chat template reads."""
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that chat templates render, or refuse. Many render nothing for other roles."""
-_PROBE = "THE CONTENT OF THE MESSAGE"
-
 CONTINUES = "continue_final_message"
 """Key of ``chat_template_arguments`` with which a final assistant message is the beginning of the completion."""
+_PROBE = "THE CONTENT OF THE MESSAGE"
 _PASSED_ON = {CONTINUES, "chat_template"}
 """Parameters of ``apply_chat_template`` that a user may set; others are set here, or are variables of the template."""
 _OPEN_THOUGHT = re.compile(
@@ -75,29 +74,31 @@ def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: Json
             f"set chat_template_arguments={{{CONTINUES}: true}} to have completions continue it."
         )
     options = {**arguments, CONTINUES: ends_with_model, "add_generation_prompt": not ends_with_model}
-    try:
-        check_roles(messages, lambda chat: str(tokenizer.apply_chat_template(chat, tokenize=False, **options)), where)
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except ConfigError:
-        raise
-    except Exception as error:  # a template is a program by the model's author, and may raise any exception
-        kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
-        reason = f"{kind}{cut_line(error)}".rstrip(".")
-        raise ConfigError(
-            f"{where}: the tokenizer's chat template refuses it: {reason}. Correct the messages."
-        ) from error
+
+    def render(chat: list[Message]) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
+        except Exception as error:  # a template is a program by the model's author, and may raise any exception
+            kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
+            reason = f"{kind}{cut_line(error)}".rstrip(".")
+            raise ConfigError(
+                f"{where}: the tokenizer's chat template refuses it: {reason}. Correct the messages."
+            ) from error
+
+    check_roles(messages, render, where)
+    return render(messages)
 
 
 def check_roles(messages: Sequence[Message], render: Callable[[list[Message]], str], where: str) -> None:
     """Raise a ConfigError if a message has a role for which the chat template renders nothing, such as "function"."""
     for place, message in enumerate(messages):
-        if message["role"] in ROLES:
+        role = message.get("role")
+        if role in ROLES:
             continue
         probe = [*messages[:place], {**message, "content": _PROBE}, *messages[place + 1 :]]
         if _PROBE not in render(probe):
             raise ConfigError(
-                f"{where}: the chat template leaves out messages of the role '{message['role']}'. Use one of "
-                f"{', '.join(ROLES)}."
+                f"{where}: the chat template leaves out messages of the role '{role}'. Use one of {', '.join(ROLES)}."
             )
 
 

@@ -139,7 +139,7 @@ class TrajectoryVerifier:
 
     async def _roll_out_single_turns(self, trajectories: Sequence[Trajectory], sampling: Sampling) -> None:
         """Sample completions of some prompts in one turn, and score them, to get a baseline of the gap."""
-        beginnings = {one.prompt.index: (one.prompt, _beginning(one)) for one in reversed(trajectories)}
+        beginnings = {one.prompt.index: (one.prompt, list(one.branches[0].beginning)) for one in reversed(trajectories)}
         chosen = list(reversed(beginnings.values()))[:NUM_SINGLE_TURNS]
         num_samples = -(-NUM_SINGLE_TURNS // len(chosen))
         samples = await asyncio.gather(*(self._complete(one, ids, sampling, num_samples) for one, ids in chosen))
@@ -193,9 +193,3 @@ def _is_comparable(trajectory: Trajectory, sampling: Sampling, version: int) -> 
     versions = {one for sample in trajectory.samples for one in sample.weight_versions}
     is_usual = not _changed_settings(sampling.of(trajectory.prompt)) and CONSTRAINED not in trajectory.metrics
     return versions == {version} and is_usual
-
-
-def _beginning(trajectory: Trajectory) -> list[int]:
-    """Return the tokens before the policy's first turn."""
-    branch = trajectory.branches[0]
-    return list(branch.token_ids[: branch.is_sampled.index(1)])

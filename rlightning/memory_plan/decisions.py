@@ -1,5 +1,6 @@
 """Decisions of a run based on its memory plan: layers to checkpoint, what FSDP keeps, whether an engine can start."""
 
+import logging
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
@@ -22,6 +23,8 @@ from rlightning.parallel.device import GIB
 from rlightning.parallel.fsdp import FSDP
 from rlightning.protocols import HasConfig, HasData, HasPromptLimit, has
 from rlightning.types.batch_plan import BatchPlan
+
+log = logging.getLogger(__name__)
 
 ACTOR = "actor"
 """The role that a :class:`~rlightning.memory_plan.work.Work` describes; see module/roles.py."""
@@ -130,15 +133,13 @@ def check_engine(trainer: object, module: object) -> None:
         raise ConfigError(f"{advice[0]} {sum_up(worst, phases[worst])}.")
 
 
-def decide_gathering(trainer: Trainer, module: object) -> str | None:
-    """Replace FSDP's settings that are "auto", by the memory plan of all ranks; every rank has to call it.
-
-    Returns:
-        A line that says why, if weights stay gathered or gradients whole until the optimizer step; otherwise None.
+def decide_gathering(trainer: Trainer, module: object) -> None:
+    """Replace FSDP's settings that are "auto", by the memory plan of all ranks, and log what is kept and why; every
+    rank has to call it.
     """
     strategy = trainer.strategy
     if not isinstance(strategy, FSDP) or Parallelism.of(strategy, trainer.world_size).is_decided:
-        return None
+        return
     try:
         plan = plan_run(trainer, module) if strategy.root_device.type == "cuda" else None
     except ConfigError:
@@ -148,12 +149,14 @@ def decide_gathering(trainer: Trainer, module: object) -> str | None:
     # Ranks whose devices differ have to communicate alike.
     reshards, reduces = any_rank(reshards, name="weights"), any_rank(reduces, name="gradients")
     strategy.decide_gathering(reshard_after_forward=reshards, reduce_every_microbatch=reduces)
-    if plan is None or (reshards and reduces):
-        return None
+    if plan is None or (reshards and reduces) or not trainer.is_global_zero:
+        return
     kept = " and ".join([*["weights gathered"] * (not reshards), *["gradients whole"] * (not reduces)])
-    return (
-        f"FSDP keeps {kept} until the optimizer step: an update is planned to take {plan.update().total / GIB:.1f} of "
-        f"{plan.device_memory / GIB:.1f} GiB with them"
+    log.info(
+        "FSDP keeps %s until the optimizer step: an update is planned to take %.1f of %.1f GiB with them",
+        kept,
+        plan.update().total / GIB,
+        plan.device_memory / GIB,
     )
 
 

@@ -161,7 +161,10 @@ class PolicyModule(Ranks, SavedModule):
         for name, role in self.roles.items():
             role.network = loaded.get(name)
         missing = {name: role for name, role in self.roles.items() if role.network is None}
-        self._decide_gathering()
+        if self._trainer is not None and isinstance(self.trainer.strategy, FSDP):
+            from rlightning.memory_plan.decisions import decide_gathering
+
+            decide_gathering(self.trainer, self)
         share = self.checkpointed_share() if any(role.is_trained for role in missing.values()) else Fraction(0)
         for name, role in missing.items():
             if role.is_trained:
@@ -222,16 +225,6 @@ class PolicyModule(Ranks, SavedModule):
         if is_compiled:
             compile_layers(policy)
         return policy
-
-    def _decide_gathering(self) -> None:
-        """Let the memory plan choose what FSDP keeps between micro-batches, unless that is set; a collective."""
-        if self._trainer is None or not isinstance(self.trainer.strategy, FSDP):
-            return
-        from rlightning.memory_plan.decisions import decide_gathering
-
-        line = decide_gathering(self.trainer, self)
-        if line is not None and self.trainer.is_global_zero:
-            log.info("%s", line)
 
     def checkpointed_share(self) -> Fraction:
         """Return the share of the actor's layers that recompute activations in the backward pass."""

@@ -153,6 +153,11 @@ class Branch(Buffers):
         """Return the branch's arrays with one value for each token, [L] each, by attribute name."""
         return {name: value for name, value in self.attributes().items() if isinstance(value, array)}
 
+    @property
+    def beginning(self) -> array[int]:
+        """The tokens before the first one that was sampled in this branch, all if none was: int64."""
+        return self.token_ids[: self.is_sampled.index(1)] if 1 in self.is_sampled else self.token_ids
+
     def append(self, token_ids: Sequence[int], turn: int = -1) -> None:
         """Add tokens that were not sampled in this branch: prompt, observation, template, or history.
 

@@ -84,17 +84,20 @@ def test_as_few_layers_are_checkpointed_as_leave_room(run: tuple[Any, Any], monk
 
 
 def test_fsdp_keeps_what_the_plan_has_room_for(
-    run: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, module = run
     needed = []
+    caplog.set_level("INFO", logger="rlightning")
 
     def decide(size: int, device: str = "cuda", **settings: Any) -> tuple[FSDP, str | None]:
         strategy = FSDP(**settings)
         trainer = bare_trainer(tmp_path, 3, strategy=strategy, devices=2, precision="bf16-mixed")
         monkeypatch.setattr(FSDP, "root_device", torch.device(device))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=size))
-        line = decide_gathering(trainer, module)
+        caplog.clear()
+        decide_gathering(trainer, module)
+        line = next((text for text in caplog.messages if text.startswith("FSDP keeps")), None)
         needed.append(plan_run(trainer, module).update().total)
         return strategy, line
 
