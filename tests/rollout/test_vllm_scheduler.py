@@ -27,6 +27,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from rlightning.rollout.vllm.scheduler import TOKENS_AT_ONCE, is_tested, make_scheduler
 
+pytestmark = pytest.mark.processes  # the first configuration of vLLM in a process runs a program
+
 BLOCK_TOKENS = 16
 STOP_TOKEN = 7
 KINDS = {True: AsyncScheduler, False: Scheduler}
@@ -232,7 +234,6 @@ def test_schedule_with_full_cache_is_vllms_and_most_are_deferred(folder: str, is
     assert np.mean(shares) > 0.6
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("num_blocks", "max_batched_tokens"), SIZES)
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_logprobs_come_in_order_and_seldom(
