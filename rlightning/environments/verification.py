@@ -25,8 +25,8 @@ from rlightning.types.trajectory import Branch, Prompt, Sample, Trajectory
 log = logging.getLogger(__name__)
 
 LEAST_GAP = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-"""Mean gap in nats, by the sampler's dtype, that is always allowed: it changes importance ratios by 0.2% or less, and
-single-turn rollouts may happen to have smaller rounding errors."""
+"""Mean gap in nats of a step, by the sampler's dtype, that is always allowed: it changes importance ratios by 0.2% or
+less, and single-turn rollouts may happen to have smaller rounding errors."""
 MAX_RATIO = 3.0
 """Maximum ratio of a mean gap to that of single-turn rollouts, for larger rounding errors in longer contexts and other
 batches. Measured with 10 layers: 1.8 in bfloat16 at 500 tokens, 1.0 in float32. Tokens in a wrong context have gaps of
@@ -34,6 +34,10 @@ tenths of a nat, 10 times as large or more."""
 CHANCE = 6.0
 """With n compared tokens, the limit is larger by the factor ``1 + CHANCE / sqrt(n)``: some tokens have gaps of many
 times the mean, and may be all there are."""
+MAX_BRANCH_RATIO = 10.0
+"""As MAX_RATIO, for a single branch: a few wrong ones hardly change the mean of a step."""
+LEAST_BRANCH_TOKENS = 16
+"""Sampled tokens that a branch must have to be compared by itself: fewer have no mean to speak of."""
 NUM_SINGLE_TURNS = 16
 """Least number of single-turn samples that a step is compared with, besides those of earlier steps."""
 MAX_CONCURRENT = 32
@@ -88,7 +92,7 @@ class TrajectoryVerifier:
             The gap of all trained tokens.
 
         Raises:
-            VerificationError: the mean gap exceeds the limit.
+            VerificationError: the mean gap of the first turns, the later turns or a single branch exceeds its limit.
         """
         if version is None:
             newest = (max(sample.weight_versions, default=-1) for one in trajectories for sample in one.samples)
@@ -104,6 +108,7 @@ class TrajectoryVerifier:
             return Gap()
         await self._roll_out_single_turns(chosen, sampling)
         begun, later, worst = Gap(), Gap(), (-1.0, "")
+        branches: list[tuple[Gap, str]] = []
         pairs = [(one, branch) for one in chosen for branch in one.branches if any(branch.is_sampled)]
         for (one, branch), distances in zip(
             pairs, await asyncio.gather(*(self._compare(branch) for _, branch in pairs)), strict=True
@@ -111,31 +116,37 @@ class TrajectoryVerifier:
             turns = np.asarray(branch.turns)[np.asarray(branch.is_sampled, np.bool_)][: len(distances)]
             is_first = turns == next(place for place, turn in enumerate(one.turns) if turn.sample is not None)
             begun, later = begun.add(distances[is_first]), later.add(distances[~is_first])
-            if len(distances) and distances.max() > worst[0]:
-                turn = int(turns[distances.argmax()])
-                place = f"prompt {one.prompt.index}, message {turn} after the prompt, branch '{branch.reason}'"
-                worst = float(distances.max()), place
-        self._check(begun, "first turns", worst)
-        self._check(later, "later turns", worst)
+            if not len(distances):
+                continue
+            turn = int(turns[distances.argmax()])
+            place = f"prompt {one.prompt.index}, message {turn} after the prompt, branch '{branch.reason}'"
+            worst = max(worst, (float(distances.max()), place))
+            branches.append((Gap().add(distances), f"by {distances.max():.3g}: {place}"))
+        furthest = f"by {worst[0]:.3g}: {worst[1]}"
+        self._check(begun, MAX_RATIO, "their first turns", furthest)
+        self._check(later, MAX_RATIO, "their later turns", furthest)
+        for gap, place in branches:
+            if gap.num_tokens >= LEAST_BRANCH_TOKENS:
+                self._check(gap, MAX_BRANCH_RATIO, "one branch", place)
         return begun.merge(later)
 
-    def _check(self, gap: Gap, what: str, worst: tuple[float, str]) -> None:
+    def _check(self, gap: Gap, ratio: float, what: str, furthest: str) -> None:
         """Raise a VerificationError that names the worst token if the gap exceeds that of single-turn rollouts."""
-        limit = self._limit(gap)
+        limit = self._limit(gap, ratio)
         if gap.num_tokens and not gap.mean <= limit:
             raise VerificationError(
                 f"Trajectories do not train on what was sampled: scored again by one prefill of each branch, "
-                f"log-probabilities of their {what} differ by {gap.mean:.3g} nats in the mean of {gap.num_tokens} "
+                f"log-probabilities of {what} differ by {gap.mean:.3g} nats in the mean of {gap.num_tokens} "
                 f"tokens, and those of single-turn rollouts by {self.single_turns.mean:.3g}, so that {limit:.3g} are "
-                f"allowed. The token that is furthest off, by {worst[0]:.3g}: {worst[1]}. Look at how the "
+                f"allowed. The token that is furthest off, {furthest}. Look at how the "
                 "environment or its client passes on the history; rollout.verify_trajectories: false turns this off."
             )
 
-    def _limit(self, gap: Gap) -> float:
+    def _limit(self, gap: Gap, ratio: float) -> float:
         """Return the maximum mean gap that is allowed for the gap's number of tokens."""
         single = self.single_turns
         chance = CHANCE * math.sqrt(1 / max(gap.num_tokens, 1) + 1 / max(single.num_tokens, 1))
-        return max(self._least_gap, MAX_RATIO * (1 + chance) * single.mean)
+        return ratio * max(self._least_gap / MAX_RATIO, (1 + chance) * single.mean)
 
     async def _roll_out_single_turns(self, trajectories: Sequence[Trajectory], sampling: Sampling) -> None:
         """Sample completions of some prompts in one turn, and score them, to get a baseline of the gap."""

@@ -120,6 +120,18 @@ def test_other_contexts_are_refused(sampler: TransformersSampler, edit: Callable
         verify(sampler, trajectories)
 
 
+@pytest.mark.long
+def test_one_wrong_branch_of_many_is_refused(sampler: TransformersSampler) -> None:
+    trajectories = attempt(sampler, num_prompts=24, sampling=replace(SAMPLING, max_new_tokens=24))
+    verify(sampler, trajectories)
+    branch = max((branch for one in trajectories for branch in one.branches), key=lambda one: sum(one.is_sampled))
+    leave_out_observation(branch)
+    # in float32 rounding is so small that a single branch shows in the mean of all
+    what = "one branch" if sampler.dtype == torch.bfloat16 else r"their \w+ turns"
+    with pytest.raises(VerificationError, match=rf" of {what} differ by .* nats in the mean of \d+ tokens"):
+        verify(sampler, trajectories)
+
+
 def test_other_weights_or_temperatures_are_left_out(
     sampler: TransformersSampler, caplog: pytest.LogCaptureFixture
 ) -> None:
