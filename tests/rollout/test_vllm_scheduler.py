@@ -14,6 +14,7 @@ import vllm
 from engine_models import save_model
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -25,7 +26,14 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rlightning.rollout.vllm.scheduler import TOKENS_AT_ONCE, is_tested, make_scheduler
+from rlightning.rollout.vllm.adapters import ADAPTER_ID, adapter_request
+from rlightning.rollout.vllm.scheduler import (
+    TOKENS_AT_ONCE,
+    DeferredSequences,
+    is_read_at_end,
+    is_tested,
+    make_scheduler,
+)
 
 pytestmark = pytest.mark.processes  # the first configuration of vLLM in a process runs a program
 
@@ -118,7 +126,14 @@ class Core:
 
 
 def make_core(
-    folder: str, make: Any, num_blocks: int, max_batched_tokens: int, *, is_ahead: bool, max_num_seqs: int = 12
+    folder: str,
+    make: Any,
+    num_blocks: int,
+    max_batched_tokens: int,
+    *,
+    is_ahead: bool,
+    max_num_seqs: int = 12,
+    has_adapter: bool = False,
 ) -> tuple[Core, Any]:
     """A core, and what hashes its requests' blocks."""
     with patch.dict(os.environ):  # vLLM sets some for its engines, which later tests would inherit
@@ -129,6 +144,7 @@ def make_core(
             max_num_batched_tokens=max_batched_tokens,
             block_size=BLOCK_TOKENS,
             enforce_eager=True,
+            enable_lora=has_adapter,
         ).create_engine_config()
     config.scheduler_config.async_scheduling = is_ahead  # vLLM has no such thing on a CPU
     config.cache_config.num_gpu_blocks = num_blocks
@@ -157,16 +173,27 @@ def make_request(
 
 
 def run(
-    folder: str, make: Any, *, num_blocks: int, is_ahead: bool, max_batched_tokens: int = 2048, seed: int = 0
+    folder: str,
+    make: Any,
+    *,
+    num_blocks: int,
+    is_ahead: bool,
+    max_batched_tokens: int = 2048,
+    seed: int = 0,
+    has_adapter: bool = False,
 ) -> Core:
-    """Thirty requests, samples of ten prompts, that come in the course of time and end at different lengths."""
-    core, hasher = make_core(folder, make, num_blocks, max_batched_tokens, is_ahead=is_ahead)
+    """Thirty requests, samples of ten prompts, that come in the course of time and end at different lengths.
+
+    With an adapter all but each fifth use it.
+    """
+    core, hasher = make_core(folder, make, num_blocks, max_batched_tokens, is_ahead=is_ahead, has_adapter=has_adapter)
     random = np.random.default_rng(seed)
     arrivals: dict[int, list[Request]] = defaultdict(list)
     for number in range(30):
         length, tokens = int(random.integers(1, 150)), 20 + number // 3
         streams = number % 7 == 0
         request = make_request(str(number), hasher, length, number // 3, prompt_tokens=tokens, streams=streams)
+        request.lora_request = adapter_request() if has_adapter and number % 5 else None
         arrivals[number // 3 * int(random.integers(1, 20))].append(request)
     core.run(arrivals, {40: "4", 90: "17"}, is_ahead=is_ahead)
     return core
@@ -193,6 +220,26 @@ def test_what_runs_when_is_vllms(folder: str, is_ahead: bool, num_blocks: int, m
         assert set(own.reasons.values()) == {"stop", "length"}
         num_preempted = sum(len(preempted) for *_, preempted in own.steps)
         assert len(own.reasons) >= 28 and (num_preempted > 5) == (num_blocks < 200)  # two are aborted
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_requests_with_the_adapter_are_deferred(folder: str, is_ahead: bool) -> None:
+    sizes: dict[str, Any] = {"num_blocks": 45, "is_ahead": is_ahead, "has_adapter": True}
+    with patch.object(DeferredSequences, "begin", autospec=True, side_effect=DeferredSequences.begin) as begin:
+        own = run(folder, make_scheduler, **sizes)
+    vllms = run(folder, KINDS[is_ahead], **sizes)
+    assert own.steps == vllms.steps and own.reasons == vllms.reasons
+    assert all(own.tokens[name] == vllms.tokens[name] for name in own.reasons)
+    deferred = {call.args[1].request_id for call in begin.call_args_list}
+    assert len({name for name in deferred if int(name) % 5}) > 10
+
+
+@pytest.mark.parametrize(("adapter", "is_deferred"), [(ADAPTER_ID, True), (ADAPTER_ID + 1, False)])
+def test_other_adapters_are_counted_by_vllm(folder: str, adapter: int, is_deferred: bool) -> None:
+    _, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=True, has_adapter=True)
+    request = make_request("0", hasher, 60)
+    request.lora_request = LoRARequest("name", adapter, "/path")
+    assert is_read_at_end(request) == is_deferred
 
 
 def run_full_cache(folder: str, make: Any, *, is_ahead: bool, seed: int) -> Core:

@@ -35,6 +35,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from rlightning.processes.process_group import die_with_parent
+from rlightning.rollout.vllm.adapters import ADAPTER_ID
 from rlightning.rollout.vllm.supports import drop_cut_tokens
 
 log = logging.getLogger(__name__)
@@ -174,12 +175,15 @@ def is_tested(version: str) -> bool:
 def is_read_at_end(request: Request) -> bool:
     """Return whether a request's output is read only at its end, and has only sampled tokens with log-probabilities.
 
-    False also for structured output, stop strings, adapters, and log-probabilities of other tokens.
+    False also for structured output, stop strings, adapters other than the actor's, and log-probabilities of other
+    tokens. Of adapters vLLM counts how many run at a time, and deferred requests are not counted.
     """
     params = request.sampling_params
     if params is None or params.logprobs != 0 or params.prompt_logprobs is not None or params.detokenize:
         return False
-    if request.use_structured_output or request.has_encoder_inputs or request.resumable or request.lora_request:
+    if request.use_structured_output or request.has_encoder_inputs or request.resumable:
+        return False
+    if request.lora_request is not None and request.lora_request.lora_int_id != ADAPTER_ID:
         return False
     return params.output_kind is RequestOutputKind.FINAL_ONLY and params.repetition_detection is None
 
@@ -210,7 +214,7 @@ class RolloutScheduler(Scheduler):
         """Whether this module reproduces everything that vLLM does with a sequence inside a block."""
         groups = self.kv_cache_config.kv_cache_groups  # layers with a sliding window free blocks as the sequence grows
         is_single = len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
-        has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp or self.lora_config
+        has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp
         has_room = self.max_num_running_reqs <= self.max_num_scheduled_tokens
         config = self.scheduler_config
         counts = config.long_prefill_token_threshold or config.watermark or config.policy != "fcfs"  # say who runs
