@@ -86,7 +86,7 @@ class EnvironmentRunner:
         self._abandoned: WeakSet[asyncio.Task[object]] = WeakSet()
         self._submitted: WeakKeyDictionary[Future[list[Trajectory]], RecordedGroup] = WeakKeyDictionary()
         self._has_reported_loss = False
-        self._last_report = 0.0
+        self._next_report = 0.0
         self._is_closed = False
 
     def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
@@ -135,7 +135,7 @@ class EnvironmentRunner:
     def report_oldest(self) -> None:
         """Log the longest-running trajectory if it is slow; at most one line in :data:`REPORT_INTERVAL`."""
         now = monotonic()
-        if now - self._last_report < REPORT_INTERVAL:
+        if now < self._next_report:
             return
         running = [
             (started_at, index, number)
@@ -143,8 +143,9 @@ class EnvironmentRunner:
             for number, started_at in list(group.started_at.items())
         ]
         started_at, index, number = min(running, default=(now, 0, 0))
-        if now - started_at >= REPORT_INTERVAL:
-            self._last_report = now
+        self._next_report = started_at + REPORT_INTERVAL  # those that start later are due later
+        if now >= self._next_report:
+            self._next_report = now + REPORT_INTERVAL
             limit = "without a limit" if self._timeout is None else f"of at most {self._timeout:g} s"
             log.info(
                 "Waiting for %d trajectories; trajectory %d of prompt %d has run for %.0f s, %s.",
