@@ -40,9 +40,10 @@ from rlightning.models.policy import load_whole_policy
 from rlightning.models.rotary import use_exact_angles
 from rlightning.module import adapter_checkpoints
 from rlightning.module.batching import MIN_SAVED_SHARE, Packing
+from rlightning.module.former_methods import warn_of_former_methods
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.ranks import Ranks
-from rlightning.module.roles import ACTOR, ModelRole, make_optimizers
+from rlightning.module.roles import ACTOR, ModelRole, check_roles, make_optimizers
 from rlightning.module.saved_module import SavedModule
 from rlightning.optim import OptimizerStates
 from rlightning.optim.optimizer import AdamWSettings, LRSchedule
@@ -89,8 +90,9 @@ class PolicyModule(Ranks, SavedModule):
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Wrap a subclass's ``configure_optimizers``, to check its return value."""
+        """Wrap a subclass's ``configure_optimizers``, to check its return value, and warn of former methods."""
         super().__init_subclass__(**kwargs)
+        warn_of_former_methods(cls)
         if METHOD in vars(cls):
             setattr(cls, METHOD, checked(vars(cls)[METHOD]))
 
@@ -157,6 +159,7 @@ class PolicyModule(Ranks, SavedModule):
         """
         loaded = {name: role.network for name, role in self.roles.items()}
         self.roles = self.configure_roles()
+        check_roles(self.roles, type(self))
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
         for name, role in self.roles.items():
             role.network = loaded.get(name)
@@ -188,8 +191,7 @@ class PolicyModule(Ranks, SavedModule):
         return actor
 
     def load_model(self, model: str, *, is_trained: bool = True, adapter: LoRA | None = None) -> PreTrainedModel:
-        """Load and return a policy on the strategy's device: whole, or this rank's shards if the strategy shards
-        models.
+        """Load and return a policy on the strategy's device: whole, or this rank's shards if the strategy shards.
 
         Args:
             model: a folder, or a name on the Hugging Face hub.
@@ -257,9 +259,7 @@ class PolicyModule(Ranks, SavedModule):
         )
 
     def on_save_checkpoint(self, checkpoint: StateDict) -> None:
-        """Add the module's settings to a checkpoint; raise a WeightError, so that nothing is saved, if weights are not
-        finite.
-        """
+        """Add the module's settings; raise a WeightError, so that nothing is saved, if weights are not finite."""
         check_finite(self.named_parameters(), "No checkpoint is saved")
         super().on_save_checkpoint(checkpoint)
         if self.adapter is not None:
@@ -306,11 +306,9 @@ class PolicyModule(Ranks, SavedModule):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights for engines: the actor's parameters and saved buffers, by Hugging Face names. Every rank
-        must iterate.
-
-        An adapter is merged into its base.
+        must iterate. An adapter is merged into its base.
         """
-        yield from named_weights(self.loaded_actor) if self.adapter is None else merged_weights(self.loaded_actor)
+        yield from merged_weights(self.loaded_actor)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapter's weights by their names in PEFT's files."""
@@ -443,7 +441,6 @@ class PolicyModule(Ranks, SavedModule):
 
     @property
     def _can_share(self) -> bool:
-        """Whether the actor's architecture gives the same results if a prefix is computed once."""
         return can_share_prefixes(self.model_config, self.device.type)
 
     @property

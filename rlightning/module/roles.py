@@ -80,6 +80,26 @@ class ModelRole:
         checkpoint_layers(policy, math.ceil(share * len(decoder_layers(policy))))
 
 
+def check_roles(roles: Mapping[str, object], module: type) -> None:
+    """Raise a ConfigError if what ``configure_roles`` of a module's class returns cannot be the models of a run."""
+    if ACTOR not in roles:
+        raise ConfigError(
+            f"{module.__name__}.configure_roles() returns no role '{ACTOR}', the model that samples. Extend the result "
+            "of super().configure_roles()."
+        )
+    for name, role in roles.items():
+        if not isinstance(role, ModelRole):
+            raise ConfigError(
+                f"{module.__name__}.configure_roles() returns a {type(role).__name__} for '{name}', not a ModelRole. "
+                "Return ModelRole(load=..., optimizer=...), whose load() makes the network."
+            )
+        if role.is_trained and hasattr(module, name):
+            raise ConfigError(
+                f"{module.__name__} has an attribute '{name}', which a trained role of that name would replace: its "
+                f"network becomes the module's attribute. Give the role another name, such as {name}_model."
+            )
+
+
 def parameters_by_role(module: nn.Module, roles: Mapping[str, ModelRole]) -> dict[str, list[nn.Parameter]]:
     """Return a module's parameters by the trained role that owns them, in the order of ``parameters()``.
 

@@ -306,16 +306,17 @@ class UpdateModule(PolicyModule):
                 forward.logprobs, batch.rollout_logprobs, staleness, self._update_progress
             )
         components = self.loss_components()
-        values: dict[str, Tensor] = {}
+        values: list[Tensor] = []
         metrics: dict[str, Tensor] = {}
         for component in components:
-            values[component.name], details = checked_term(component, forward, batch)
-            metrics |= details
+            value, details = checked_term(component, forward, batch)
+            values.append(value)
+            metrics |= details | {component.name: value}
         if self.generates:
             gap = torch.where(batch.is_sampled, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
             metrics["rollout_gap_mean"] = gap
             means.add_max("policy/rollout_gap_max", gap)
-        means.add({f"policy/{name}": value for name, value in (metrics | values).items()}, batch.is_sampled)
+        means.add({f"policy/{name}": value for name, value in metrics.items()}, batch.is_sampled)
         return sum_components(components, values, batch, constant=self.sampling.max_new_tokens)
 
     def policy_gradient(self, forward: ForwardPass, batch: RolloutBatch) -> TokenLoss:

@@ -6,9 +6,10 @@ A term gives a value for each token, neither masked nor averaged. Denominators c
 trajectories or groups of the whole optimizer step: all micro-batches, all ranks, all accumulation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -55,9 +56,27 @@ class LossComponent:
     weight: float = 1.0
     denominator: Aggregation = "token_mean"
 
+    def __post_init__(self) -> None:
+        """Raise a ConfigError for an unknown denominator."""
+        if self.denominator not in (known := get_args(Aggregation)):
+            raise ConfigError(
+                f"The loss component '{self.name}' has denominator={self.denominator!r}, which is none of "
+                f"{', '.join(known)}."
+            )
+
+
+def check_names(components: Sequence[LossComponent]) -> None:
+    """Raise a ConfigError if two components of a loss have the same name: they would be logged as one."""
+    for name, number in Counter(component.name for component in components).items():
+        if number > 1:
+            raise ConfigError(
+                f"loss_components() returns {number} components named '{name}'. Give each its own name; the module's "
+                "are loss, kl and entropy. To replace one of these, leave it out of what super() returns."
+            )
+
 
 def sum_components(
-    components: Sequence[LossComponent], values: Mapping[str, Tensor], batch: RolloutBatch, *, constant: float
+    components: Sequence[LossComponent], values: Sequence[Tensor], batch: RolloutBatch, *, constant: float
 ) -> Tensor:
     """Return a micro-batch's share of the loss of its optimizer step; the shares of all micro-batches sum to the loss.
 
@@ -65,7 +84,7 @@ def sum_components(
 
     Args:
         components: terms of the loss, at least one with a weight.
-        values: results of the components' terms, [T] each, by component name.
+        values: results of the components' terms, [T] each.
         batch: a micro-batch, with ``totals``.
         constant: number of tokens for the denominator "constant".
 
@@ -74,9 +93,9 @@ def sum_components(
     """
     assert batch.totals is not None
     sums: dict[Aggregation, Tensor] = {}
-    for component in components:
+    for component, value in zip(components, values, strict=True):
         if component.weight:
-            weighted, kind = component.weight * values[component.name], component.denominator
+            weighted, kind = component.weight * value, component.denominator
             sums[kind] = sums[kind] + weighted if kind in sums else weighted
     shares = [
         aggregate(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlightning.algorithms import GRPO
+from rlightning.errors import ConfigError
 from rlightning.module.roles import ModelRole
 from rlightning.objectives import ForwardPass, LossComponent
 from rlightning.optim.optimizer import AdamWSettings, global_norm
@@ -225,6 +226,40 @@ def test_own_parameters_resume_to_the_same_bits(model_folder: str, tmp_path: Pat
     critic = {"critic.embedding.weight", "critic.value.weight", "critic.value.bias"}
     assert set(own(start)) == {"scale", "value.weight", "value.bias"} | critic
     assert all(whole[0][name] != value for name, value in own(start).items())
+
+
+def without_actor(module: GRPO) -> dict[str, Any]:
+    return {"critic": ModelRole(load=Critic, optimizer=AdamWSettings())}
+
+
+def network_as_role(module: GRPO) -> dict[str, Any]:
+    return GRPO.configure_roles(module) | {"critic": Critic()}
+
+
+def role_named_as_method(module: GRPO) -> dict[str, Any]:
+    return GRPO.configure_roles(module) | {"reward": ModelRole(load=Critic, optimizer=AdamWSettings())}
+
+
+@pytest.mark.parametrize(
+    ("make_roles", "reason"),
+    [
+        (without_actor, r"Odd\.configure_roles\(\) returns no role 'actor'.*super\(\)"),
+        (network_as_role, "returns a Critic for 'critic', not a ModelRole"),
+        (role_named_as_method, "Odd has an attribute 'reward', .* Give the role another name, such as reward_model"),
+    ],
+)
+def test_roles_that_cannot_be_are_refused_before_loading(
+    make_roles: Any, reason: str, model_folder: str, tmp_path: Path
+) -> None:
+    kind = type("Odd", (GRPO,), {"configure_roles": make_roles, "load_actor": lambda self: pytest.fail("it loads")})
+    with pytest.raises(ConfigError, match=reason):
+        run(tmp_path, make_algorithm(kind, model_folder, lr=LR))
+
+
+def test_overrides_of_former_methods_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "rlightning"):
+        type("Old", (GRPO,), {"aggregate": lambda self, losses, batch: losses.mean()})
+    assert "Old defines aggregate(), which rlightning called in a former version and no longer does" in caplog.text
 
 
 class ClippedNorms(StepMetrics):

@@ -5,10 +5,12 @@ import torch
 from tiny import make_batch
 from torch import Tensor
 
+from rlightning.errors import ConfigError
 from rlightning.objectives import (
     ForwardPass,
     LossComponent,
     ReferenceKL,
+    check_names,
     cross_entropy,
     entropy,
     reinforce,
@@ -32,7 +34,7 @@ def make_forward(batch: RolloutBatch) -> ForwardPass:
 
 
 def total(components: list[LossComponent], forward: ForwardPass, batch: RolloutBatch) -> Tensor:
-    values = {component.name: component.term(forward, batch)[0] for component in components}
+    values = [component.term(forward, batch)[0] for component in components]
     return sum_components(components, values, batch, constant=5)
 
 
@@ -87,3 +89,15 @@ def test_components_of_one_denominator_are_one_sum() -> None:
     by_hand = logprobs + 0.3 * (logprobs - batch.ref_logprobs) - 0.7 * entropies
     expected = torch.where(batch.is_sampled, by_hand, 0).sum() / 7
     assert torch.equal(total(components, ForwardPass(logprobs, entropies), batch), expected)
+
+
+@pytest.mark.parametrize("taken", ["loss", "mine"])
+def test_names_that_are_taken_are_refused(taken: str) -> None:
+    components = [LossComponent("loss", per_token), LossComponent("mine", per_token), LossComponent(taken, per_token)]
+    with pytest.raises(ConfigError, match=rf"^loss_components\(\) returns 2 components named '{taken}'\. Give each "):
+        check_names(components)
+
+
+def test_unknown_denominator_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^The loss component 'mine' has denominator='tokens', .* token_mean, turn_"):
+        LossComponent("mine", per_token, denominator="tokens")  # type: ignore[arg-type]

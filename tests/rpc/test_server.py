@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -93,6 +95,36 @@ async def test_client_refuses_server_without_the_key() -> None:
     with pytest.raises(AuthenticationError, match="another key"):
         await connect(url, b"secret", {}, timeout=60)
     accepting.close()
+
+
+@in_event_loop
+async def test_keyless_server_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    async with serving(None) as url:
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # whose sockets belong to the user before
+        with pytest.raises(AuthenticationError, match="belongs to another user, or is not on this host: both sides"):
+            await call_once(url, None)
+
+
+CLIENT = """
+import asyncio, sys
+from rlightning.rpc import connect
+asyncio.run(connect(sys.argv[1], None, {}, timeout=60))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_other", [True, False])
+@in_event_loop
+async def test_keyless_server_refuses_another_user(is_other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    async with serving(None) as url:
+        monkeypatch.setattr(os, "geteuid", lambda: user + is_other)
+        command = (sys.executable, "-c", CLIENT, url)
+        client = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+        _, errors = await client.communicate()
+        told = "it belongs to another user, and has no key: both sides need one" in errors.decode()
+        assert (told, client.returncode) == (is_other, int(is_other)), errors.decode()
 
 
 @in_event_loop
