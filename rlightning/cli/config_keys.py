@@ -62,6 +62,7 @@ class ConfigKeys:
     def __init__(self, parameters: Parameters, classes: Mapping[str, object]) -> None:
         self.parameters = parameters
         self.classes = dict(classes)
+        self._usual_classes = dict(classes)
         self.seen: list[str] = []
         self._mappings: dict[str, dict[str, object]] = {}  # the mappings set by the files read so far, by key
         self._is_in_file = False
@@ -215,17 +216,31 @@ class ConfigKeys:
             return
         if key not in self.classes and inspect.isabstract(chosen):
             raise ConfigError(f"{key}: these keys are of no class yet. Name it before them, by --{key} CLASS.")
-        parameters, is_spelled_out = self.parameters_of(chosen), bool(SPEC_KEYS & value.keys())
+        is_spelled_out = bool(SPEC_KEYS & value.keys())
         for name, inner in value.items():
             group, _, nested = str(name).partition(".")
             if group not in SPEC_KEYS:
                 if is_spelled_out:
                     raise ConfigError(f"{key}.{name}: beside class_path, keys stand under init_args. Move it there.")
-                self.check_mapping({name: inner}, parameters, key)
+                self._check_arguments({name: inner}, chosen, key, key)
             elif group == "init_args":
                 arguments = {nested: inner} if nested else inner
                 if isinstance(arguments, dict):
-                    self.check_mapping(arguments, parameters, f"{key}.init_args")
+                    self._check_arguments(arguments, chosen, key, f"{key}.init_args")
+
+    def _check_arguments(self, arguments: Mapping[str, object], chosen: object, key: str, where: str) -> None:
+        """Raise a ConfigError for an argument that the class chosen for ``key`` lacks; one that the key's usual class
+        has is said to be that class's.
+        """
+        parameters, usual = self.parameters_of(chosen), self._usual_classes.get(key, chosen)
+        for written in arguments:
+            name = str(written).partition(".")[0].removesuffix("+")
+            if name not in parameters and name in self.parameters_of(usual):
+                raise ConfigError(
+                    f"{where}.{name}: {name_of(chosen)} has no such key, as it is one of {name_of(usual)}. Leave it "
+                    f"out, or set {key}.class_path to {name_of(usual)}."
+                )
+        self.check_mapping(arguments, parameters, where)
 
     def find_class(self, path: str, bases: list[type], key: str) -> object:
         """Return the class or function of a dotted path or bare name; raise a ConfigError if there is none."""
@@ -237,6 +252,11 @@ class ConfigKeys:
     def parameters_of(self, kind: object) -> Parameters:
         """Return the type hints, by name, of the arguments of a class; {} for a function."""
         return parameters_of(kind) if isinstance(kind, type) else {}
+
+
+def name_of(kind: object) -> str:
+    """Return the name of a class, or of one that is given by its dotted path."""
+    return kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
 
 
 def plain_key(key: str) -> str:

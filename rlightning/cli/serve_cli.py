@@ -4,17 +4,19 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 import torch
 
 from rlightning.cli.lightning_cli import RLCLI, as_list
 from rlightning.data import PromptDataModule
 from rlightning.data.prompt_limit import default_prompt_limit
+from rlightning.errors import ConfigError
 from rlightning.models import describe_length_limit
 from rlightning.module import RLModule
 from rlightning.protocols import HasPromptLimit, has
 from rlightning.rollout.engine_config import EngineConfig
+from rlightning.rollout.engine_options import HasEngineOptions
 from rlightning.rollout.service import EngineService, open_listener
 from rlightning.rpc import make_url
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE, read_key
@@ -31,8 +33,8 @@ class ServeCLI(RLCLI):
         """Remove the keys that only a trainer needs."""
         trainer = self.config[self.subcommand]["trainer"]
         listed = as_list(trainer["callbacks"])
-        kind = find_callback("VLLMRollout").__name__
-        trainer["callbacks"] = [one for one in listed if one["class_path"].rpartition(".")[2] == kind]
+        kind = find_callback("RolloutCallback")
+        trainer["callbacks"] = [one for one in listed if issubclass(resolve_name(one["class_path"]), kind)]
         trainer["logger"] = trainer["plugins"] = trainer["profiler"] = None
         trainer["strategy"] = "auto"
 
@@ -41,8 +43,11 @@ class ServeCLI(RLCLI):
         self.config_init = self.parser.instantiate_classes(self.config)
         listed = self._get(self.config_init, "trainer")["callbacks"]
         self.module: RLModule = self._get(self.config_init, "model")
-        # A VLLMRollout: nothing here imports a concrete callback.
-        self.rollout: Any = listed[0] if listed else self._get(self.config_init, "rollout")
+        rollout: object = listed[0] if listed else self._get(self.config_init, "rollout")
+        if not has(rollout, HasEngineOptions):
+            name = "null" if rollout is None else type(rollout).__name__
+            raise ConfigError(f"rollout: {name} has no engine to serve. Name a class that has, such as VLLMRollout.")
+        self.rollout = rollout
         data = self._get(self.config_init, "data")
         self.max_prompt_tokens = data.max_prompt_tokens if has(data, HasPromptLimit) else None
         if self.max_prompt_tokens is None and isinstance(data, PromptDataModule):
@@ -63,10 +68,8 @@ class ServeCLI(RLCLI):
             )
         has_cuda = trainer["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         log_file = Path(trainer["default_root_dir"] or "runs") / f"{name}.log"
-        config: EngineConfig = options.configure_served(
-            module, torch.device("cuda" if has_cuda else "cpu"), self.rollout.sampling, self.max_prompt_tokens, log_file
-        )
-        return config
+        device = torch.device("cuda" if has_cuda else "cpu")
+        return options.configure_served(module, device, self.rollout.sampling, self.max_prompt_tokens, log_file)
 
 
 def serve_at(host: str, port: int, options: list[str]) -> None:

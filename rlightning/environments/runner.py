@@ -155,6 +155,12 @@ class EnvironmentRunner:
     def check(self) -> None:
         """Raise a ConfigError if an environment cannot run here; call it before a run starts."""
         for environment in self._all_environments():
+            kind = type(environment)
+            if kind.run is Environment.run and kind.run_group is Environment.run_group:
+                raise ConfigError(
+                    f"environment: {kind.__name__} defines neither run(prompt, policy) nor run_group(prompt, group), "
+                    "so that it makes no trajectories. Define the first of them."
+                )
             self.loop.run(environment.check())
             if environment.has_tools:
                 self._chat_format.check_tools()

@@ -75,9 +75,9 @@ def balance(
     first = sum(len(table) for table in tables[: global_rank()])
     all_costs = [cost for table in tables for cost in table]
     minibatches = assign_minibatches(len(all_costs), num_minibatches, seed)[0]
-    owner = assign_groups(all_costs, minibatches, world_size() // tensor_parallel_size)
+    rank_of = assign_groups(all_costs, minibatches, world_size() // tensor_parallel_size)
     batch.group_ids = group + first
-    return _move(batch, torch.tensor(owner, dtype=torch.int64)[batch.group_ids], tensor_parallel_size)
+    return _move(batch, torch.tensor(rank_of, dtype=torch.int64)[batch.group_ids], tensor_parallel_size)
 
 
 def rebalance(batch: Batch, costs: Tensor, *, num_minibatches: int, seed: int, tensor_parallel_size: int = 1) -> Batch:
@@ -103,11 +103,11 @@ def rebalance(batch: Batch, costs: Tensor, *, num_minibatches: int, seed: int, t
         for number, cost in table.items():
             all_costs[number], before[number] = cost, rank
     minibatches = assign_minibatches(num_groups, num_minibatches, seed)[0]
-    owner = reassign_groups(all_costs, minibatches, before, len(tables))
-    if owner == before:
+    rank_of = reassign_groups(all_costs, minibatches, before, len(tables))
+    if rank_of == before:
         return batch
     here = global_rank() % tensor_parallel_size == 0
-    return _move(batch if here else batch.select([]), torch.tensor(owner)[batch.group_ids], tensor_parallel_size)
+    return _move(batch if here else batch.select([]), torch.tensor(rank_of)[batch.group_ids], tensor_parallel_size)
 
 
 def reassign_groups(
@@ -119,27 +119,27 @@ def reassign_groups(
     Groups without cost stay on their rank.
     """
     assigned = assign_groups(costs, minibatches, num_ranks)
-    owner = [new if cost else old for cost, new, old in zip(costs, assigned, before, strict=True)]
-    work = [_slowest(costs, minibatches, placement) for placement in (before, owner)]
-    return list(before) if work[1] >= MIN_GAIN * work[0] else owner
+    rank_of = [new if cost else old for cost, new, old in zip(costs, assigned, before, strict=True)]
+    work = [_slowest(costs, minibatches, placement) for placement in (before, rank_of)]
+    return list(before) if work[1] >= MIN_GAIN * work[0] else rank_of
 
 
-def _slowest(costs: Sequence[float], minibatches: Sequence[Sequence[int]], owner: Sequence[int]) -> float:
+def _slowest(costs: Sequence[float], minibatches: Sequence[Sequence[int]], rank_of: Sequence[int]) -> float:
     """Return the cost of the most loaded rank in each minibatch, summed over the minibatches."""
     total = 0.0
     for minibatch in minibatches:
         load: defaultdict[int, float] = defaultdict(float)
         for group in minibatch:
-            load[owner[group]] += costs[group]
+            load[rank_of[group]] += costs[group]
         total += max(load.values(), default=0.0)
     return total
 
 
-def _move(batch: Batch, owner: Tensor, tensor_parallel_size: int) -> Batch:
+def _move(batch: Batch, rank_of: Tensor, tensor_parallel_size: int) -> Batch:
     """Send each trajectory [M] to its new data-parallel rank's ranks; return the received ones, ordered by group."""
     shares_by_rank = {}
-    for data_parallel_rank in set(owner.tolist()) if batch.num_trajectories else ():
-        share = batch.select((owner == data_parallel_rank).nonzero()[:, 0])
+    for data_parallel_rank in set(rank_of.tolist()) if batch.num_trajectories else ():
+        share = batch.select((rank_of == data_parallel_rank).nonzero()[:, 0])
         for neighbour in range(tensor_parallel_size):
             shares_by_rank[data_parallel_rank * tensor_parallel_size + neighbour] = share
     received = list(all_to_all_objects(shares_by_rank, name="groups to their ranks").values()) or [batch.select([])]
@@ -201,16 +201,16 @@ def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], 
     Returns:
         [G] ranks.
     """
-    owner = [0] * len(costs)
+    rank_of = [0] * len(costs)
     total = [0.0] * num_ranks
     for minibatch in minibatches:
         load = [0.0] * num_ranks
         for group in sorted(minibatch, key=lambda g: -costs[g]):
             rank = min(range(num_ranks), key=lambda r: (load[r], total[r]))
-            owner[group] = rank
+            rank_of[group] = rank
             load[rank] += costs[group]
             total[rank] += costs[group]
-    return owner
+    return rank_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

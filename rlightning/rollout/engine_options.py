@@ -9,7 +9,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from transformers import PreTrainedConfig
@@ -394,3 +394,10 @@ def read_prompts_whole(given: EngineArguments, arguments: EngineArguments) -> En
             "Leave it out."
         )
     return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(arguments["max_num_batched_tokens"], length)}
+
+
+class HasEngineOptions(Protocol):
+    """A rollout callback with engines in processes of their own, as VLLMRollout."""
+
+    options: EngineOptions
+    sampling: Sampling

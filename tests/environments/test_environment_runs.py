@@ -3,6 +3,7 @@
 import asyncio
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from tiny import make_data, write_sums
 from rlightning.callbacks import CompletionsTable, TransformersRollout, VLLMRollout
 from rlightning.data import PromptDataModule
 from rlightning.environments import AgentProgram, Environment, Policy, SelfCorrection, WorkerEnvironment
+from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import ConfigError, EnvironmentFailedError
+from rlightning.models import load_tokenizer
 from rlightning.report.trajectories import read_trajectories
 from rlightning.types import Outcome, Prompt, RolloutBatch, Sample, Trajectory
 
@@ -282,3 +285,19 @@ def test_an_agent_program_is_a_section(project: Path, capsys: pytest.CaptureFixt
     environment = WorkerEnvironment(**workers)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"AgentProgram serves the policy from the trainer's process"):
         asyncio.run(environment.check())
+
+
+class Misspelt(Environment):
+    async def runs(self, prompt: Prompt, policy: Policy) -> Outcome:
+        return Outcome(reward=1.0)
+
+
+def test_environment_without_run_is_refused(model_folder: str) -> None:
+    runner = EnvironmentRunner(SimpleNamespace(), load_tokenizer(model_folder), Misspelt(), max_length=64)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(
+            ConfigError, match=r"^environment: Misspelt defines neither run\(prompt, policy\) nor run_gr"
+        ):
+            runner.check()
+    finally:
+        runner.close()

@@ -182,6 +182,8 @@ def test_the_command_refuses_what_it_cannot_do(
             "max_new_tokens=256 leaves a model of 256 positions no room for a prompt"
         ),
         ("--config", "run.yaml", "--rollout.engine.max_num_sqs", "1"): "max_num_sqs",
+        (*run, "--rollout", "TransformersRollout"): "rollout: TransformersRollout has no engine to serve",
+        (*run, "--rollout", "null"): "rollout: null has no engine to serve",
         (*run, "--rollout.engine.num_gpu_blocks_override", "1"): "override=1 must be at least 2",
     }
     monkeypatch.chdir(project)

@@ -208,7 +208,7 @@ SIZES = [(200, 2048), (45, 2048), (30, 16)]
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_what_runs_when_is_vllms(folder: str, is_ahead: bool, num_blocks: int, max_batched_tokens: int) -> None:
     """Also where the cache is too small for all, and some have to begin again."""
-    sizes = {"num_blocks": num_blocks, "max_batched_tokens": max_batched_tokens}
+    sizes: dict[str, Any] = {"num_blocks": num_blocks, "max_batched_tokens": max_batched_tokens}
     for seed in range(4):
         own = run(folder, make_scheduler, is_ahead=is_ahead, seed=seed, **sizes)
         vllms = run(folder, KINDS[is_ahead], is_ahead=is_ahead, seed=seed, **sizes)
