@@ -11,6 +11,8 @@ from agent_cases import finish, run, serve, texts, trained
 from chat_templates import ADD
 from endpoint_cases import CALL, END, USER, make
 
+from rlightning.environments.policy import RecordedPolicy
+
 
 @pytest.mark.long
 def test_tokens_go_in_and_out_as_they_are() -> None:
@@ -78,6 +80,46 @@ def test_responses_keep_each_message_of_the_assistants() -> None:
 
     (text,) = texts(run(policy, use), tokenizer)
     assert "One." in text and "Two." in text
+
+
+@pytest.mark.parametrize(
+    ("route", "settings"),
+    [
+        ("chat/completions", {"messages": [USER], "reasoning_effort": "low", "verbosity": "low"}),
+        ("responses", {"input": "1+2?", "reasoning": {"effort": "none"}, "text": {"verbosity": "low"}}),
+        ("messages", {"messages": [USER], "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    ],
+)
+def test_settings_of_how_much_is_reasoned_have_no_effect(route: str, settings: dict[str, Any]) -> None:
+    policy, sampler, _ = make("One.")
+    assert post(policy, route, settings).status_code == 200
+    assert sampler.samplings[0].json_schema is None
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"text": {"colour": "red"}}, "text={'colour': 'red'}"),
+        ({"text": {"format": 5}}, "text.format=5"),
+        ({"truncation": "auto"}, "truncation='auto' is not supported, other than 'disabled'"),
+    ],
+)
+def test_responses_refuse_what_they_cannot_honour(change: dict[str, Any], named: str) -> None:
+    policy, sampler, _ = make("One.")
+    answer = post(policy, "responses", {"input": "1+2?", **change})
+    assert answer.status_code == 400 and named in answer.json()["error"]["message"]
+    assert not sampler.histories
+
+
+def post(policy: RecordedPolicy, route: str, body: dict[str, Any]) -> httpx.Response:
+    """The response to a request."""
+
+    async def talk() -> httpx.Response:
+        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url) as client:
+            client.headers["Authorization"] = f"Bearer {session.key}"
+            return await client.post(f"/v1/{route}", json=body)
+
+    return asyncio.run(talk())
 
 
 @pytest.mark.parametrize(

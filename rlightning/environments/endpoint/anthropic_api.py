@@ -26,14 +26,6 @@ async def create_message(session: Session, body: JsonObject, emit: Emit) -> Repl
     ``emit`` gets the events of a stream. Raises an APIError for an invalid request.
     """
     renamed = {NAMES.get(name, name): value for name, value in body.items()}
-    thinking = body.get("thinking") or {"type": "disabled"}
-    if thinking != {"type": "disabled"} and "thinking" not in session.ignored:
-        raise APIError(
-            f"thinking={cut_value(thinking)} is not supported: the chat template decides how the policy reasons. Leave "
-            "it out, or add 'thinking' to the endpoint's ignored parameters (environment.endpoint.ignored).",
-            param="thinking",
-        )
-    renamed.pop("thinking", None)
     refuse_choices(body)
     asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("messages"):

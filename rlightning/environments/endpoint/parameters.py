@@ -20,6 +20,8 @@ WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
     *("safety_identifier", "request_id", "include", "skip_special_tokens", "spaces_between_special_tokens"),
     "routed_experts_prompt_start",
+    # How much the client's usual model reasons and says, which SDKs set by default. Here the chat template decides.
+    *("reasoning", "reasoning_effort", "thinking", "verbosity"),
 }
 """Parameters that do not affect sampling."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -41,6 +43,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template_kwargs": ({},),
+    "truncation": ("disabled",),
+    "background": (False,),
 }
 """Parameters that no engine here supports, with the values at which they have no effect."""
 Count = Annotated[int, Field(ge=1)]
@@ -109,11 +113,11 @@ def read_parameters(
         if name in RequestParameters.model_fields or name in others or name in WITHOUT_EFFECT:
             continue
         if name not in neutral:
-            raise APIError(f"Unknown parameter: '{name}'. {_way_out(name)}", param=name, code="unknown_parameter")
+            raise APIError(f"Unknown parameter: '{name}'. {way_out(name)}", param=name, code="unknown_parameter")
         if value not in neutral[name]:
             rule = f"is not supported, other than {cut_value(neutral[name][0])}"
             raise APIError(
-                f"{name}={cut_value(value)} {rule}. {_way_out(name)}", param=name, code="unsupported_parameter"
+                f"{name}={cut_value(value)} {rule}. {way_out(name)}", param=name, code="unsupported_parameter"
             )
     values = {name: value for name, value in given.items() if name in RequestParameters.model_fields}
     try:
@@ -145,11 +149,11 @@ def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperatur
     lowest, highest = TEMPERATURES
     if wanted != own.temperature and not lowest <= wanted <= highest:
         rule = f"has to be from {lowest} to {highest:g}: what is sampled greedily cannot be trained"
-        raise APIError(f"temperature={wanted} {rule}. {_way_out('temperature')}", param="temperature")
+        raise APIError(f"temperature={wanted} {rule}. {way_out('temperature')}", param="temperature")
     if temperature not in (None, wanted):
         raise APIError(
             f"temperature={wanted} differs from {temperature}, at which earlier turns of this session were sampled: a "
-            f"trajectory has one temperature. {_way_out('temperature')}",
+            f"trajectory has one temperature. {way_out('temperature')}",
             param="temperature",
         )
     limits = [own.max_new_tokens, asked.max_tokens, asked.max_completion_tokens]
@@ -164,5 +168,6 @@ def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperatur
     )
 
 
-def _way_out(name: str) -> str:
+def way_out(name: str) -> str:
+    """Return what to do about a parameter that is not supported."""
     return f"Leave it out, or add '{name}' to the endpoint's ignored parameters (environment.endpoint.ignored)."

@@ -1,0 +1,97 @@
+"""Agents of the OpenAI Agents SDK: what their requests sample is trained once, by each API that they may use."""
+
+from typing import Any
+
+import openai
+import pytest
+from agent_cases import run, texts, trained
+from attempts import attempt, say, write_call
+from endpoint_cases import CALL, END, make
+
+from rlightning.environments import AgentProgram
+from rlightning.types import Prompt
+
+agents = pytest.importorskip("agents")
+pytestmark = pytest.mark.long
+CALLS = f"<think>\nhm\n</think>\n\nLet me.\n{CALL}\n{CALL}"
+QUIET = agents.RunConfig(tracing_disabled=True)
+APIS = pytest.mark.parametrize("api", [agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel])
+
+
+@agents.function_tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def ask(agent: Any, given: Any, is_streamed: bool = False) -> Any:
+    if not is_streamed:
+        return await agents.Runner.run(agent, given, run_config=QUIET)
+    result = agents.Runner.run_streamed(agent, given, run_config=QUIET)
+    async for _ in result.stream_events():
+        pass
+    return result
+
+
+@APIS
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_agent_with_a_tool_is_one_branch(api: Any, is_streamed: bool) -> None:
+    policy, _, tokenizer = make(CALLS, "It is 3.", "Yes.")
+    settings = agents.ModelSettings(include_usage=True, store=True, metadata={"a": "b"}, parallel_tool_calls=True)
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        options = {"tools": [add], "model": api("any", client), "model_settings": settings}
+        agent = agents.Agent(name="calculator", instructions="Add.", **options)
+        first = await ask(agent, "1+2?", is_streamed)
+        assert first.final_output == "It is 3." and first.context_wrapper.usage.requests == 2
+        more = [*first.to_input_list(), {"role": "user", "content": "Sure?"}]
+        assert (await ask(agent, more, is_streamed)).final_output == "Yes."
+
+    trajectory = run(policy, use)
+    assert [branch.reason for branch in trajectory.branches] == ["start"]
+    assert trained(trajectory, tokenizer) == [f"{CALLS}{END}It is 3.{END}Yes.{END}"]
+    answers = "\n<|im_start|>user" + "\n<tool_response>\n3\n</tool_response>" * 2 + f"{END}\n<|im_start|>assistant\n"
+    assert f"{CALLS}{END}{answers}It is 3.{END}" in texts(trajectory, tokenizer)[0]
+
+
+@APIS
+def test_settings_of_the_sdks_default_model_are_taken(api: Any) -> None:
+    policy, _, _ = make("Hi.")
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        provider = agents.OpenAIProvider(openai_client=client, use_responses=api is agents.OpenAIResponsesModel)
+        model, settings = provider.get_model(None), agents.models.get_default_model_settings()
+        assert settings.reasoning is not None and settings.verbosity is not None
+        agent = agents.Agent(name="greeter", model=model, model_settings=settings)
+        assert (await ask(agent, "Hello.")).final_output == "Hi."
+
+    assert len(run(policy, use).branches) == 1
+
+
+@APIS
+def test_sub_agents_and_handoffs_are_branches(api: Any) -> None:
+    said = [write_call("ask_bob", input="Bob, 1+2?"), "Three.", write_call("transfer_to_bob"), "I am Bob."]
+    policy, _, tokenizer = make(*said)
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        bob = agents.Agent(name="Bob", instructions="Be Bob.", model=api("any", client))
+        tool = bob.as_tool("ask_bob", "Ask Bob.")
+        agent = agents.Agent(name="Al", tools=[tool], handoffs=[bob], model=api("any", client))
+        assert (await ask(agent, "1+2?")).final_output == "I am Bob."
+
+    trajectory = run(policy, use)
+    assert [branch.reason for branch in trajectory.branches] == ["start", "started_over", "tools_changed"]
+    assert trained(trajectory, tokenizer) == [f"{said[0]}{END}{said[2]}{END}", f"Three.{END}", f"I am Bob.{END}"]
+
+
+async def goes_on(client: openai.AsyncOpenAI, model: str) -> float:
+    """Ask again and again, each time with all of the history."""
+    agent = agents.Agent(name="Al", tools=[add], model=agents.OpenAIResponsesModel(model, client))
+    items: list[Any] = []
+    while True:
+        items = (await ask(agent, [*items, {"role": "user", "content": "more"}])).to_input_list()
+
+
+def test_agent_without_more_room_is_truncated() -> None:
+    (one,) = attempt(AgentProgram(goes_on), say(*["1"] * 99), Prompt(0, "1+1=", [1, 2], {"prompt": "1+1="}))
+    assert one.status == "truncated" and "The agent ended there: " in str(one.error) and one.num_sampled > 0
