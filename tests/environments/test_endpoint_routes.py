@@ -138,7 +138,7 @@ def test_messages_refuse_what_they_cannot_honour(change: Any, param: str) -> Non
             answer = await client.post("/v1/messages", json={"max_tokens": 9, "messages": [USER], **change})
             assert answer.status_code == 400 and param in answer.json()["error"]["message"]
             assert session.num_refused == 1
-            assert (await client.post("/v1/messages/count_tokens", json={})).json()["type"] == "error"
+            assert (await client.post("/v1/messages/batches", json={})).json()["type"] == "error"
 
     asyncio.run(talk())
     assert not sampler.histories
@@ -192,6 +192,48 @@ def test_anthropic_sdk_with_tools_is_one_branch(stream: bool) -> None:
 
     asyncio.run(talk())
     assert trained(finish(policy), tokenizer) == [f"<think>\nhm\n</think>\n\nLet me.\n{CALL}{END}It is 3.{END}"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_beta", [False, True])
+def test_count_of_tokens_is_that_of_the_prompt(is_beta: bool) -> None:
+    policy, sampler, _ = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.", "Yes.")
+    schema = ADD["function"]
+    tool = {"name": "add", "description": schema["description"], "input_schema": schema["parameters"]}
+
+    async def talk() -> None:
+        async with (
+            serve(policy) as (session, url),
+            anthropic.AsyncAnthropic(base_url=url, api_key=session.key) as client,
+        ):
+            api: Any = client.beta.messages if is_beta else client.messages
+            arguments: Any = {"model": "any", "system": "Add.", "tools": [tool]}
+            messages: list[Any] = [USER]
+            for _ in range(3):
+                for _ in range(2):
+                    count = (await api.count_tokens(messages=messages, **arguments)).input_tokens
+                turn = await api.create(messages=messages, max_tokens=64, **arguments)
+                assert count == turn.usage.input_tokens == len(sampler.histories[-1])
+                results = [
+                    {"type": "tool_result", "tool_use_id": block.id, "content": "3"}
+                    for block in turn.content
+                    if block.type == "tool_use"
+                ]
+                more = {"role": "user", "content": results or "Sure?"}
+                messages += [{"role": "assistant", "content": turn.content}, more]
+            other = (
+                await api.count_tokens(messages=[{"role": "user", "content": "x" * 9000}], model="any")
+            ).input_tokens
+            assert other > policy.max_length
+            with pytest.raises(anthropic.BadRequestError, match="image is not supported"):
+                await api.count_tokens(messages=[{"role": "user", "content": [{"type": "image"}]}], model="any")
+
+    asyncio.run(talk())
+    trajectory = finish(policy)
+    assert [branch.reason for branch in trajectory.branches] == ["start"] and len(sampler.histories) == 3
+    assert [turn.message["role"] for turn in trajectory.turns] == [
+        *("system", "user", "assistant", "tool", "assistant", "user", "assistant")
+    ]
 
 
 @pytest.mark.long

@@ -18,10 +18,12 @@ QUIET = agents.RunConfig(tracing_disabled=True)
 APIS = pytest.mark.parametrize("api", [agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel])
 
 
-@agents.function_tool
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
+
+
+TOOL = agents.function_tool(add)
 
 
 async def ask(agent: Any, given: Any, is_streamed: bool = False) -> Any:
@@ -40,7 +42,7 @@ def test_agent_with_a_tool_is_one_branch(api: Any, is_streamed: bool) -> None:
     settings = agents.ModelSettings(include_usage=True, store=True, metadata={"a": "b"}, parallel_tool_calls=True)
 
     async def use(client: openai.AsyncOpenAI) -> None:
-        options = {"tools": [add], "model": api("any", client), "model_settings": settings}
+        options = {"tools": [TOOL], "model": api("any", client), "model_settings": settings}
         agent = agents.Agent(name="calculator", instructions="Add.", **options)
         first = await ask(agent, "1+2?", is_streamed)
         assert first.final_output == "It is 3." and first.context_wrapper.usage.requests == 2
@@ -86,7 +88,7 @@ def test_sub_agents_and_handoffs_are_branches(api: Any) -> None:
 
 async def goes_on(client: openai.AsyncOpenAI, model: str) -> float:
     """Ask again and again, each time with all of the history."""
-    agent = agents.Agent(name="Al", tools=[add], model=agents.OpenAIResponsesModel(model, client))
+    agent = agents.Agent(name="Al", tools=[TOOL], model=agents.OpenAIResponsesModel(model, client))
     items: list[Any] = []
     while True:
         items = (await ask(agent, [*items, {"role": "user", "content": "more"}])).to_input_list()

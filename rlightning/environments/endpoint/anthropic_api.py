@@ -7,7 +7,7 @@ from functools import partial
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import read_tools
-from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices
+from rlightning.environments.endpoint.parameters import RequestParameters, read_parameters, refuse_choices
 from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, answer
 from rlightning.environments.messages import AssistantMessage, Message
@@ -25,15 +25,28 @@ async def create_message(session: Session, body: JsonObject, emit: Emit) -> Repl
 
     ``emit`` gets the events of a stream. Raises an APIError for an invalid request.
     """
+    asked, messages, tools = _read_request(session, body)
+    writer = MessageWriter(asked.stops, session.model)
+    return await answer(writer, emit if asked.stream else None, partial(session.chat, asked, messages, tools))
+
+
+async def count_tokens(session: Session, body: JsonObject, emit: Emit) -> Reply:
+    """Return the number of tokens of a request's prompt as the response to ``/v1/messages/count_tokens``.
+
+    It is that of the same request to ``/v1/messages``. Raises an APIError for an invalid request.
+    """
+    _, messages, tools = _read_request(session, body)
+    return {"input_tokens": session.count_tokens(messages, tools)}
+
+
+def _read_request(session: Session, body: JsonObject) -> tuple[RequestParameters, list[Message], ToolUse]:
     renamed = {NAMES.get(name, name): value for name, value in body.items()}
     refuse_choices(body)
     asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("messages"):
         messages = list(_read_messages(body))
     with reading("tools"):
-        tools = _read_tools(body, session.ignored)
-    writer = MessageWriter(asked.stops, session.model)
-    return await answer(writer, emit if asked.stream else None, partial(session.chat, asked, messages, tools))
+        return asked, messages, _read_tools(body, session.ignored)
 
 
 def _read_messages(body: JsonObject) -> Iterator[Message]:
