@@ -88,6 +88,7 @@ def test_responses_keep_each_message_of_the_assistants() -> None:
         ("chat/completions", {"messages": [USER], "reasoning_effort": "low", "verbosity": "low"}),
         ("responses", {"input": "1+2?", "reasoning": {"effort": "none"}, "text": {"verbosity": "low"}}),
         ("messages", {"messages": [USER], "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 1024}}),
+        ("messages", {"messages": [USER], "max_tokens": 9, "output_config": {"effort": "low"}}),
     ],
 )
 def test_settings_of_how_much_is_reasoned_have_no_effect(route: str, settings: dict[str, Any]) -> None:
@@ -127,6 +128,8 @@ def post(policy: RecordedPolicy, route: str, body: dict[str, Any]) -> httpx.Resp
     [
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "disable_parallel_tool_use"),
+        ({"output_config": {"effort": "low", "format": {"type": "json_schema"}}}, "output_config"),
+        ({"output_config": 5}, "output_config"),
     ],
 )
 def test_messages_refuse_what_they_cannot_honour(change: Any, param: str) -> None:

@@ -1,14 +1,17 @@
 """Agents of the OpenAI Agents SDK: what their requests sample is trained once, by each API that they may use."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from agent_cases import run, texts, trained
-from attempts import attempt, say, write_call
+from attempts import answers, attempt, say, write_call
 from endpoint_cases import CALL, END, make
 
 from rlightning.environments import AgentProgram
+from rlightning.rollout import Sampling
 from rlightning.types import Prompt
 
 agents = pytest.importorskip("agents")
@@ -97,3 +100,28 @@ async def goes_on(client: openai.AsyncOpenAI, model: str) -> float:
 def test_agent_without_more_room_is_truncated() -> None:
     (one,) = attempt(AgentProgram(goes_on), say(*["1"] * 99), Prompt(0, "1+1=", [1, 2], {"prompt": "1+1="}))
     assert one.status == "truncated" and "The agent ended there: " in str(one.error) and one.num_sampled > 0
+
+
+PROGRAM = '''\
+import json, sys
+import agents
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+agent = agents.Agent(name="calculator", tools=[agents.function_tool(add)])
+question = json.load(sys.stdin)["columns"]["prompt"]
+print(float(agents.Runner.run_sync(agent, question).final_output == "It is 3."))
+'''
+
+
+@pytest.mark.processes
+def test_program_with_the_sdks_defaults_reaches_the_policy(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    environment = AgentProgram(command=[sys.executable, str(tmp_path / "agent.py")])
+    sampling = Sampling(max_new_tokens=200)
+    prompt = Prompt(0, "1+2?", [1, 2], {"prompt": "1+2?"})
+    (one,) = attempt(environment, say(CALL, "It is 3."), prompt, sampling=sampling, max_length=4000)
+    assert (one.status, one.error, one.reward, len(one.branches)) == ("finished", None, 1.0, 1)
+    assert answers(one) == ["3"] and one.metrics["refused_requests"] == 0

@@ -41,6 +41,9 @@ async def count_tokens(session: Session, body: JsonObject, emit: Emit) -> Reply:
 
 def _read_request(session: Session, body: JsonObject) -> tuple[RequestParameters, list[Message], ToolUse]:
     renamed = {NAMES.get(name, name): value for name, value in body.items()}
+    config = body.get("output_config")
+    if isinstance(config, Mapping) and not config.keys() - {"effort"}:
+        del renamed["output_config"]  # without effect, like all settings of how much a model reasons
     refuse_choices(body)
     asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("messages"):

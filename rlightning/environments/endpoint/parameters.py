@@ -19,7 +19,8 @@ MAX_CHOICES = 64
 WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
     *("safety_identifier", "request_id", "include", "skip_special_tokens", "spaces_between_special_tokens"),
-    "routed_experts_prompt_start",
+    *("routed_experts_prompt_start", "prompt_cache_options", "prediction"),
+    "max_tool_calls",  # of tools that OpenAI's servers run
     # How much the client's usual model reasons and says, which SDKs set by default. Here the chat template decides.
     *("reasoning", "reasoning_effort", "thinking", "verbosity"),
 }
