@@ -102,6 +102,7 @@ def test_settings_of_how_much_is_reasoned_have_no_effect(route: str, settings: d
     [
         ({"text": {"colour": "red"}}, "text={'colour': 'red'}"),
         ({"text": {"format": 5}}, "text.format=5"),
+        ({"response_format": {"type": "json_object"}}, "response_format other than text is not supported"),
         ({"truncation": "auto"}, "truncation='auto' is not supported, other than 'disabled'"),
     ],
 )

@@ -25,8 +25,8 @@ async def respond(session: Session, body: JsonObject, emit: Emit) -> Reply:
     """
     renamed = {NAMES.get(name, name): value for name, value in body.items()}
     refuse_choices(body)
-    if "text" not in session.ignored:
-        renamed |= _read_format(body.get("text") or {})
+    if body.get("text") and "text" not in session.ignored:
+        renamed |= _read_format(body["text"])
     asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("input"):
         messages = [*_read_earlier(session, body), *_read_input(body.get("input"))]
