@@ -11,10 +11,15 @@ from endpoint_cases import CALL, END, make
 from rlightning.environments import AgentProgram
 from rlightning.types import Prompt
 
-chains = pytest.importorskip("langchain.agents")
-openai_models = pytest.importorskip("langchain_openai")
 pytestmark = pytest.mark.long
 CALLS = f"<think>\nhm\n</think>\n\nLet me.\n{CALL}\n{CALL}"
+
+
+def make_agent(base_url: str, api_key: str, **options: Any) -> Any:
+    """An agent with a tool; LangChain takes seconds to import, which is not done while tests are collected."""
+    chains, models = pytest.importorskip("langchain.agents"), pytest.importorskip("langchain_openai")
+    model = models.ChatOpenAI(base_url=base_url, api_key=api_key, model="any", **options)
+    return chains.create_agent(model, [add], system_prompt="Add.")
 
 
 def add(a: int, b: int) -> int:
@@ -30,8 +35,7 @@ def test_agent_with_a_tool_is_one_branch(use_responses_api: bool, streaming: boo
 
     async def talk() -> list[Any]:
         async with serve(policy) as (session, url):
-            model = openai_models.ChatOpenAI(base_url=f"{url}/v1", api_key=session.key, model="any", **options)
-            agent = chains.create_agent(model, [add], system_prompt="Add.")
+            agent = make_agent(f"{url}/v1", session.key, **options)
             first = await agent.ainvoke({"messages": [{"role": "user", "content": "1+2?"}]})
             last = await agent.ainvoke({"messages": [*first["messages"], {"role": "user", "content": "Sure?"}]})
             return list(last["messages"])
@@ -42,18 +46,19 @@ def test_agent_with_a_tool_is_one_branch(use_responses_api: bool, streaming: boo
     trajectory = finish(policy)
     assert [branch.reason for branch in trajectory.branches] == ["start"]
     assert trained(trajectory, tokenizer) == [f"{CALLS}{END}It is 3.{END}Yes.{END}"]
-    answers = "\n<|im_start|>user" + "\n<tool_response>\n3\n</tool_response>" * 2 + f"{END}\n<|im_start|>assistant\n"
-    assert f"{CALLS}{END}{answers}It is 3.{END}" in texts(trajectory, tokenizer)[0]
+    results = "\n<|im_start|>user" + "\n<tool_response>\n3\n</tool_response>" * 2 + f"{END}\n<|im_start|>assistant\n"
+    assert f"{CALLS}{END}{results}It is 3.{END}" in texts(trajectory, tokenizer)[0]
 
 
-async def goes_on(base_url: str, api_key: str, model: str) -> float:
+async def goes_on(base_url: str, api_key: str) -> float:
     """Ask again and again, each time with all of the history."""
-    agent = chains.create_agent(openai_models.ChatOpenAI(base_url=base_url, api_key=api_key, model=model), [add])
+    agent = make_agent(base_url, api_key)
     state: dict[str, Any] = {"messages": []}
     while True:
         state = await agent.ainvoke({"messages": [*state["messages"], {"role": "user", "content": "more"}]})
 
 
 def test_agent_without_more_room_is_truncated() -> None:
+    pytest.importorskip("langchain_openai")
     (one,) = attempt(AgentProgram(goes_on), say(*["1"] * 99), Prompt(0, "1+1=", [1, 2], {"prompt": "1+1="}))
     assert one.status == "truncated" and "The agent ended there: " in str(one.error) and one.num_sampled > 0

@@ -1,6 +1,7 @@
 """Agents of the OpenAI Agents SDK: what their requests sample is trained once, by each API that they may use."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,38 @@ from rlightning.environments import AgentProgram
 from rlightning.rollout import Sampling
 from rlightning.types import Prompt
 
-agents = pytest.importorskip("agents")
 pytestmark = pytest.mark.long
 CALLS = f"<think>\nhm\n</think>\n\nLet me.\n{CALL}\n{CALL}"
-QUIET = agents.RunConfig(tracing_disabled=True)
-APIS = pytest.mark.parametrize("api", [agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel])
+APIS = pytest.mark.parametrize("api", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
 
 
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
+@pytest.fixture(scope="module", autouse=True)
+def sdk() -> Any:
+    """The SDK, which takes seconds to import: not while tests are collected."""
+    return pytest.importorskip("agents")
 
 
-TOOL = agents.function_tool(add)
+def make_agent(client: openai.AsyncOpenAI, api: str = "OpenAIResponsesModel", **options: Any) -> Any:
+    agents: Any = import_module("agents")
+    return agents.Agent(**{"name": "Al", "model": getattr(agents, api)("any", client)} | options)
+
+
+def make_tool() -> Any:
+    agents: Any = import_module("agents")
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    return agents.function_tool(add)
 
 
 async def ask(agent: Any, given: Any, is_streamed: bool = False) -> Any:
+    agents: Any = import_module("agents")
+    config = agents.RunConfig(tracing_disabled=True)
     if not is_streamed:
-        return await agents.Runner.run(agent, given, run_config=QUIET)
-    result = agents.Runner.run_streamed(agent, given, run_config=QUIET)
+        return await agents.Runner.run(agent, given, run_config=config)
+    result = agents.Runner.run_streamed(agent, given, run_config=config)
     async for _ in result.stream_events():
         pass
     return result
@@ -40,13 +54,12 @@ async def ask(agent: Any, given: Any, is_streamed: bool = False) -> Any:
 
 @APIS
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_agent_with_a_tool_is_one_branch(api: Any, is_streamed: bool) -> None:
+def test_agent_with_a_tool_is_one_branch(sdk: Any, api: str, is_streamed: bool) -> None:
     policy, _, tokenizer = make(CALLS, "It is 3.", "Yes.")
-    settings = agents.ModelSettings(include_usage=True, store=True, metadata={"a": "b"}, parallel_tool_calls=True)
+    settings = sdk.ModelSettings(include_usage=True, store=True, metadata={"a": "b"}, parallel_tool_calls=True)
 
     async def use(client: openai.AsyncOpenAI) -> None:
-        options = {"tools": [TOOL], "model": api("any", client), "model_settings": settings}
-        agent = agents.Agent(name="calculator", instructions="Add.", **options)
+        agent = make_agent(client, api, instructions="Add.", tools=[make_tool()], model_settings=settings)
         first = await ask(agent, "1+2?", is_streamed)
         assert first.final_output == "It is 3." and first.context_wrapper.usage.requests == 2
         more = [*first.to_input_list(), {"role": "user", "content": "Sure?"}]
@@ -55,33 +68,32 @@ def test_agent_with_a_tool_is_one_branch(api: Any, is_streamed: bool) -> None:
     trajectory = run(policy, use)
     assert [branch.reason for branch in trajectory.branches] == ["start"]
     assert trained(trajectory, tokenizer) == [f"{CALLS}{END}It is 3.{END}Yes.{END}"]
-    answers = "\n<|im_start|>user" + "\n<tool_response>\n3\n</tool_response>" * 2 + f"{END}\n<|im_start|>assistant\n"
-    assert f"{CALLS}{END}{answers}It is 3.{END}" in texts(trajectory, tokenizer)[0]
+    results = "\n<|im_start|>user" + "\n<tool_response>\n3\n</tool_response>" * 2 + f"{END}\n<|im_start|>assistant\n"
+    assert f"{CALLS}{END}{results}It is 3.{END}" in texts(trajectory, tokenizer)[0]
 
 
 @APIS
-def test_settings_of_the_sdks_default_model_are_taken(api: Any) -> None:
+def test_settings_of_the_sdks_default_model_are_taken(sdk: Any, api: str) -> None:
     policy, _, _ = make("Hi.")
 
     async def use(client: openai.AsyncOpenAI) -> None:
-        provider = agents.OpenAIProvider(openai_client=client, use_responses=api is agents.OpenAIResponsesModel)
-        model, settings = provider.get_model(None), agents.models.get_default_model_settings()
+        provider = sdk.OpenAIProvider(openai_client=client, use_responses=api == "OpenAIResponsesModel")
+        settings = sdk.models.get_default_model_settings()
         assert settings.reasoning is not None and settings.verbosity is not None
-        agent = agents.Agent(name="greeter", model=model, model_settings=settings)
+        agent = make_agent(client, model=provider.get_model(None), model_settings=settings)
         assert (await ask(agent, "Hello.")).final_output == "Hi."
 
     assert len(run(policy, use).branches) == 1
 
 
 @APIS
-def test_sub_agents_and_handoffs_are_branches(api: Any) -> None:
+def test_sub_agents_and_handoffs_are_branches(api: str) -> None:
     said = [write_call("ask_bob", input="Bob, 1+2?"), "Three.", write_call("transfer_to_bob"), "I am Bob."]
     policy, _, tokenizer = make(*said)
 
     async def use(client: openai.AsyncOpenAI) -> None:
-        bob = agents.Agent(name="Bob", instructions="Be Bob.", model=api("any", client))
-        tool = bob.as_tool("ask_bob", "Ask Bob.")
-        agent = agents.Agent(name="Al", tools=[tool], handoffs=[bob], model=api("any", client))
+        bob = make_agent(client, api, name="Bob", instructions="Be Bob.")
+        agent = make_agent(client, api, tools=[bob.as_tool("ask_bob", "Ask Bob.")], handoffs=[bob])
         assert (await ask(agent, "1+2?")).final_output == "I am Bob."
 
     trajectory = run(policy, use)
@@ -89,9 +101,9 @@ def test_sub_agents_and_handoffs_are_branches(api: Any) -> None:
     assert trained(trajectory, tokenizer) == [f"{said[0]}{END}{said[2]}{END}", f"Three.{END}", f"I am Bob.{END}"]
 
 
-async def goes_on(client: openai.AsyncOpenAI, model: str) -> float:
+async def goes_on(client: openai.AsyncOpenAI) -> float:
     """Ask again and again, each time with all of the history."""
-    agent = agents.Agent(name="Al", tools=[TOOL], model=agents.OpenAIResponsesModel(model, client))
+    agent = make_agent(client)
     items: list[Any] = []
     while True:
         items = (await ask(agent, [*items, {"role": "user", "content": "more"}])).to_input_list()
