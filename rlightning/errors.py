@@ -5,7 +5,7 @@ import errno
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 
-from rlightning.foreign_text import cut, cut_line
+from rlightning.foreign_text import cut, cut_line, cut_value
 
 MAX_CHOICES = 8
 """Maximum number of choices that an error message lists."""
@@ -136,6 +136,13 @@ def check_rules(rules: Mapping[str, bool]) -> None:
     for rule, holds in rules.items():
         if not holds:
             raise ConfigError(f"{rule}.")
+
+
+def check_list(name: str, given: object) -> None:
+    """Raise a ConfigError if the argument ``name``, which has to be a list, is a single item, such as a text."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        item = cut_value(given) if isinstance(given, str) else getattr(given, "__qualname__", cut_value(given))
+        raise ConfigError(f"{name}={item} must be a list. Write [{item}].")
 
 
 def find_run_error(error: BaseException) -> RunError | None:

@@ -12,6 +12,7 @@ from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules, resolve_name
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -28,7 +29,7 @@ from rlightning.config.files import (
     read_config,
     read_keys,
 )
-from rlightning.config.peer_names import suggest_name
+from rlightning.config.peer_names import ELSEWHERE, suggest_name
 from rlightning.config.type_hints import (
     Parameters,
     flatten_union,
@@ -109,9 +110,19 @@ class ConfigKeys:
         return None if content == written else content
 
     def full_key(self, key: str) -> str:
-        """Return the full key that ends with ``key``, if just one of the keys read so far does; else ``key`` itself."""
+        """Return the full key that ends with ``key``, if just one of the keys read so far does; else ``key`` itself.
+
+        Of a class in a mapping jsonargparse leaves out the name: of ``environment.math.tools`` it says
+        ``environment.tools``.
+        """
+        section, _, rest = key.partition(".")
+        seen = {plain_key(name) for name in self.seen}
         ends = {name for name in self.seen if name == key or name.endswith("." + key)}
-        return ends.pop() if len(ends) == 1 else key
+        named = {name for name in seen if name.startswith(f"{section}.") and name.endswith(f".{rest}")}
+        for found in (ends, named):
+            if len(found) == 1:
+                return found.pop()
+        return key
 
     def check_mapping(self, values: Mapping[str, object], parameters: Parameters, where: str) -> None:
         """Raise a ConfigError for the first key of a mapping, also nested, that ``parameters`` lack.
@@ -157,12 +168,17 @@ class ConfigKeys:
         alternatives = options if bases else [option for item in items for option in flatten_union(item)]
         classes = [option for option in alternatives if is_configurable(option)]
         words = {"null", "", *(w for option in options if get_origin(option) is Literal for w in get_args(option))}
+        is_plain_list = isinstance(value, list) and not items
+        is_plain_number = isinstance(value, bool | int | float) and all(map(is_keys, options))
         if isinstance(value, str) and classes and value not in words:
             if not takes_text(hint) and Path(value).is_file():
                 self.check_value(read_config(value, key) if items else read_keys(value, key), hint, key)
             elif not any(is_text(option) and get_origin(option) is not Literal for option in alternatives):
-                self.classes[key] = self.find_class(value, classes, key)
-        elif isinstance(value, list) and bases and not items:
+                found = self.find_class(value, classes, key)
+                if inspect.isfunction(found) and not any(is_callable(option) for option in alternatives):
+                    raise not_a_subclass(key, value, classes)
+                self.classes[key] = found
+        elif bases and (is_plain_list or is_plain_number):
             raise no_keys(key, value, self.parameters_of(bases[0]))
         elif isinstance(value, list):
             for i, item in enumerate(value):
@@ -216,10 +232,13 @@ class ConfigKeys:
             return
         if key not in self.classes and inspect.isabstract(chosen):
             raise ConfigError(f"{key}: these keys are of no class yet. Name it before them, by --{key} CLASS.")
-        is_spelled_out = bool(SPEC_KEYS & value.keys())
+        parameters, is_spelled_out = self.parameters_of(chosen), bool(SPEC_KEYS & value.keys())
         for name, inner in value.items():
             group, _, nested = str(name).partition(".")
             if group not in SPEC_KEYS:
+                if is_spelled_out and parameters and group not in parameters:
+                    near = suggest_name(group, [*parameters, *SPEC_KEYS])
+                    raise ConfigError(f"{key}.{name}: there is no such key. {near}")
                 if is_spelled_out:
                     raise ConfigError(f"{key}.{name}: beside class_path, keys stand under init_args. Move it there.")
                 self._check_arguments({name: inner}, chosen, key, key)
@@ -278,11 +297,19 @@ def check_model(keys: ConfigKeys) -> None:
         )
 
 
+def is_keys(hint: object) -> bool:
+    """Return whether the values of a type hint are null or have keys in YAML: mappings, and objects of a class."""
+    return hint is NoneType or is_mapping(hint) or is_configurable(hint)
+
+
 def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
     """Return the error for a key that has a value but needs nested keys, such as those in ``parameters``."""
+    name = key.rpartition(".")[2]
+    if name in ELSEWHERE:  # not the name of an object
+        return ConfigError(f"{key}: there is no such key. {suggest_name(name, ())}")
+    line = next((f"  {name}: value" for name in parameters), "  class_path: name")
     return ConfigError(
-        f"{key}={cut_value(value)}: here stand keys, not a value. Write '{key}:', and below it lines such as "
-        f"'  {next(iter(parameters))}: value'."
+        f"{key}={cut_value(value)}: here stand keys, not a value. Write '{key}:', and below it lines such as '{line}'."
     )
 
 
@@ -369,9 +396,14 @@ def find_class(path: str, bases: list[type], key: str) -> Any:
         fitting += vars(module).get("__all__", ())  # names that the module imports lazily
         raise no_name(key, path, fitting)
     if inspect.isclass(found) and bases and not issubclass(found, tuple(bases)):
-        wanted = " or ".join(base.__name__ for base in bases)
-        raise ConfigError(f"{key}: '{path}' is not a subclass of {wanted}. Name one that is.")
+        raise not_a_subclass(key, path, bases)
     return found
+
+
+def not_a_subclass(key: str, path: str, bases: Iterable[type]) -> ConfigError:
+    """Return the error for a dotted path to a function, or to a class that is of none of the ``bases``."""
+    wanted = " or ".join(base.__name__ for base in bases)
+    return ConfigError(f"{key}: '{path}' is not a subclass of {wanted}. Name one that is.")
 
 
 def no_class(key: str, name: str, choices: Iterable[str]) -> ConfigError:

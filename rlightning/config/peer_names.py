@@ -72,6 +72,9 @@ _NAMES_BY_KEY = {
 PEER_NAMES = {name: key for key, names in _NAMES_BY_KEY.items() for name in names.split()}
 """The key of this configuration for each name used by another library, or in another section."""
 
+ELSEWHERE = dict.fromkeys(("verify", "verify_trajectories"), "rollout.verify_trajectories")
+"""The key of this configuration for names that stand in other sections; they may be arguments of any class."""
+
 PARTS = {"fn": "function", "reward_fn": "function", "reward_function": "function"}
 """Keys inside an argument's value, such as a reward's ``function``, by their names in other libraries.
 
@@ -89,7 +92,7 @@ def suggest_name(name: str, choices: Iterable[str]) -> str:
     known = list(choices)
     if PARTS.get(name) in known:
         return f"Did you mean '{PARTS[name]}'?"
-    section, _, key = PEER_NAMES.get(name, "").partition(".")
+    section, _, key = (PEER_NAMES.get(name) or ELSEWHERE.get(name, "")).partition(".")
     if not key:
         return did_you_mean(name, known)
     if key in known:

@@ -43,6 +43,8 @@ class AgentCommand:
     def __init__(
         self, command: Sequence[str], folder: str | None, variables: Mapping[str, str], reward: RewardSource
     ) -> None:
+        if isinstance(command, str):
+            raise ConfigError(f"environment.command={cut_value(command)} must be a list. Write {command.split()}.")
         # Paths are relative to the folder in which the trainer was started; the program runs in another one.
         self.command = [os.path.abspath(part) if os.path.isfile(part) else part for part in command]
         self.folder, self.variables, self.reward = folder, dict(variables), reward

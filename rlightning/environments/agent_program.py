@@ -176,6 +176,8 @@ def _to_variables(url: str, session: Session) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": session.key,
         "ANTHROPIC_MODEL": session.model,
+        # The OpenAI Agents SDK would send its traces, and the session's key with them, to OpenAI.
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "NO_PROXY": direct,
         "no_proxy": direct,
     }

@@ -21,7 +21,7 @@ from rlightning.environments.messages import AssistantMessage, Message, ToolCall
 from rlightning.environments.python_sandbox import SandboxError
 from rlightning.environments.step_object import SNAPSHOT_METHODS, Closing, StepObject, call_function, read_state
 from rlightning.environments.tool_schema import convert_numbers, describe_tool, find_mistakes
-from rlightning.errors import ConfigError, cause_chain, check_rules, did_you_mean
+from rlightning.errors import ConfigError, cause_chain, check_list, check_rules, did_you_mean
 from rlightning.foreign_text import cut, cut_line, describe_error
 from rlightning.python_values import JsonObject
 from rlightning.types.trajectory import Outcome, Prompt, Status
@@ -114,9 +114,11 @@ class Tools(Environment):
             f"Tools: max_failures={max_failures} must be at least 0": max_failures >= 0,
             f"Tools: tool_timeout={tool_timeout} must be above 0 seconds": tool_timeout > 0,
             f"Tools: max_result_characters={max_result_characters} must be at least 1": max_result_characters >= 1,
-            "Tools: tools must name at least one": bool(tools) and not isinstance(tools, str),
         }
         check_rules(rules)
+        for name, given in (("tools", tools), ("broken_by", broken_by)):
+            check_list(f"Tools: {name}", given)
+        check_rules({"Tools: tools=[] must name at least one function or class": bool(tools)})
         self.tools, self.max_turns, self.max_failures = list(tools), max_turns, max_failures
         self.tool_timeout, self.max_result_characters = tool_timeout, max_result_characters
         self.broken_by = list(broken_by)

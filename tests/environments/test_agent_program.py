@@ -135,6 +135,10 @@ def test_an_agent_out_of_time_was_not_sampled(own: float | None, run_s: float) -
         (lambda: AgentProgram(my_agents.idle), r"agent=idle has neither a parameter 'client' nor 'base_url'\. Define"),
         (lambda: AgentProgram(my_agents.by_address, {"extra": 1}), r"got an unexpected keyword argument 'extra'"),
         (lambda: AgentProgram(command=["no-such-program"]), r"there is no program 'no-such-program'\. Install it"),
+        (
+            lambda: AgentProgram(command="python agent.py"),
+            r"^environment\.command='python agent\.py' must be a list\. Write \['python', 'agent\.py'\]\.$",
+        ),
         (lambda: AgentProgram(command=["true"], folder="/nowhere"), r"^environment\.folder=/nowhere is not a folder"),
         (lambda: AgentProgram(my_agents.two_turns, endpoint={"prot": 1}), r"unexpected keyword argument 'prot'"),
         (lambda: AgentProgram(my_agents.two_turns, endpoint={"host": "203.0.113.1"}), r"cannot be listened at: "),
@@ -171,6 +175,7 @@ PROGRAM = """\
 import json, os, sys, urllib.request
 given = json.load(sys.stdin)
 assert given["columns"]["answer"] == "2" and given["messages"][0]["content"] == "1+1="
+assert os.environ["OPENAI_AGENTS_DISABLE_TRACING"] == "1"  # or the key would be sent to OpenAI
 assert os.listdir() == ["notes.txt"] and open("notes.txt").read() == "here" and sys.argv[1] == "2 is right"
 request = urllib.request.Request(
     os.environ["OPENAI_BASE_URL"] + "/chat/completions",

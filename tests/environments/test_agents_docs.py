@@ -82,7 +82,7 @@ def test_line_of_the_log_is_what_is_logged() -> None:
 
 @pytest.mark.long
 def test_agent_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = find_snippets(PROGRAMS)
+    code = find_snippets(PROGRAMS)[0]
     (tmp_path / "my_agents_of_docs.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     arguments = read_environment(PROGRAMS.replace("my_agents", "my_agents_of_docs"))["init_args"]
@@ -90,6 +90,19 @@ def test_agent_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for texts, reward, turns in ((["Two.", "#### 2"], 1.0, 2), (["Two."] * 4, 0.0, 4)):
         (one,) = attempt(AgentProgram(**arguments), say(*texts), prompt)
         assert (one.status, one.reward, len(one.samples), len(one.branches)) == ("finished", reward, turns, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "package"), [(1, "langchain_openai"), (2, "agents")])
+def test_agents_of_frameworks_of_the_page(number: int, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(package)
+    agent = load_module("my_agents", find_snippets(PROGRAMS)[number], monkeypatch).solve
+    call = write_call("add", a=2, b=2)
+    for texts, reward in (([call, "4"], 1.0), ([call, "5"], 0.0), ([call] * 9, 0.0)):
+        trajectory = play(AgentProgram(agent), *texts)
+        assert (trajectory.reward, len(trajectory.branches)) == (reward, 1)
+        assert trajectory.num_sampled == sum(map(sum, (branch.is_sampled for branch in trajectory.branches)))
+        assert set(answers(trajectory)) == {"4"}
 
 
 def test_keys_of_the_page() -> None:

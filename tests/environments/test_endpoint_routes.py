@@ -11,6 +11,9 @@ from agent_cases import finish, run, serve, texts, trained
 from chat_templates import ADD
 from endpoint_cases import CALL, END, USER, make
 
+from rlightning.environments.endpoint import parameters
+from rlightning.environments.policy import RecordedPolicy
+
 
 @pytest.mark.long
 def test_tokens_go_in_and_out_as_they_are() -> None:
@@ -81,10 +84,61 @@ def test_responses_keep_each_message_of_the_assistants() -> None:
 
 
 @pytest.mark.parametrize(
+    ("route", "settings"),
+    [
+        ("chat/completions", {"messages": [USER], "reasoning_effort": "low", "verbosity": "low"}),
+        ("responses", {"input": "1+2?", "reasoning": {"effort": "none"}, "text": {"verbosity": "low"}}),
+        ("messages", {"messages": [USER], "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 1024}}),
+        ("messages", {"messages": [USER], "max_tokens": 9, "output_config": {"effort": "low"}}),
+    ],
+)
+def test_settings_of_how_much_is_reasoned_have_no_effect(
+    route: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, sampler, _ = make("One.", "Two.")
+    parameters._log_left_to_template.cache_clear()
+    with caplog.at_level("INFO", "rlightning"):
+        assert [post(policy, route, settings).status_code for _ in range(2)] == [200, 200]
+    assert sampler.samplings[0].json_schema is None
+    told = {"reasoning_effort", "verbosity", "reasoning", "thinking"} & settings.keys()
+    assert [f"set '{name}', without effect" in caplog.text for name in told] == [True] * len(told)
+    assert caplog.text.count("without effect") == len(told)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"text": {"colour": "red"}}, "text={'colour': 'red'}"),
+        ({"text": {"format": 5}}, "text.format=5"),
+        ({"response_format": {"type": "json_object"}}, "response_format other than text is not supported"),
+        ({"truncation": "auto"}, "truncation='auto' is not supported, other than 'disabled'"),
+    ],
+)
+def test_responses_refuse_what_they_cannot_honour(change: dict[str, Any], named: str) -> None:
+    policy, sampler, _ = make("One.")
+    answer = post(policy, "responses", {"input": "1+2?", **change})
+    assert answer.status_code == 400 and named in answer.json()["error"]["message"]
+    assert not sampler.histories
+
+
+def post(policy: RecordedPolicy, route: str, body: dict[str, Any]) -> httpx.Response:
+    """The response to a request."""
+
+    async def talk() -> httpx.Response:
+        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url) as client:
+            client.headers["Authorization"] = f"Bearer {session.key}"
+            return await client.post(f"/v1/{route}", json=body)
+
+    return asyncio.run(talk())
+
+
+@pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "disable_parallel_tool_use"),
+        ({"output_config": {"effort": "low", "format": {"type": "json_schema"}}}, "output_config"),
+        ({"output_config": 5}, "output_config"),
     ],
 )
 def test_messages_refuse_what_they_cannot_honour(change: Any, param: str) -> None:
@@ -96,7 +150,7 @@ def test_messages_refuse_what_they_cannot_honour(change: Any, param: str) -> Non
             answer = await client.post("/v1/messages", json={"max_tokens": 9, "messages": [USER], **change})
             assert answer.status_code == 400 and param in answer.json()["error"]["message"]
             assert session.num_refused == 1
-            assert (await client.post("/v1/messages/count_tokens", json={})).json()["type"] == "error"
+            assert (await client.post("/v1/messages/batches", json={})).json()["type"] == "error"
 
     asyncio.run(talk())
     assert not sampler.histories
@@ -150,6 +204,48 @@ def test_anthropic_sdk_with_tools_is_one_branch(stream: bool) -> None:
 
     asyncio.run(talk())
     assert trained(finish(policy), tokenizer) == [f"<think>\nhm\n</think>\n\nLet me.\n{CALL}{END}It is 3.{END}"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_beta", [False, True])
+def test_count_of_tokens_is_that_of_the_prompt(is_beta: bool) -> None:
+    policy, sampler, _ = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.", "Yes.")
+    schema = ADD["function"]
+    tool = {"name": "add", "description": schema["description"], "input_schema": schema["parameters"]}
+
+    async def talk() -> None:
+        async with (
+            serve(policy) as (session, url),
+            anthropic.AsyncAnthropic(base_url=url, api_key=session.key) as client,
+        ):
+            api: Any = client.beta.messages if is_beta else client.messages
+            arguments: Any = {"model": "any", "system": "Add.", "tools": [tool]}
+            messages: list[Any] = [USER]
+            for _ in range(3):
+                for _ in range(2):
+                    count = (await api.count_tokens(messages=messages, **arguments)).input_tokens
+                turn = await api.create(messages=messages, max_tokens=64, **arguments)
+                assert count == turn.usage.input_tokens == len(sampler.histories[-1])
+                results = [
+                    {"type": "tool_result", "tool_use_id": block.id, "content": "3"}
+                    for block in turn.content
+                    if block.type == "tool_use"
+                ]
+                more = {"role": "user", "content": results or "Sure?"}
+                messages += [{"role": "assistant", "content": turn.content}, more]
+            other = (
+                await api.count_tokens(messages=[{"role": "user", "content": "x" * 9000}], model="any")
+            ).input_tokens
+            assert other > policy.max_length
+            with pytest.raises(anthropic.BadRequestError, match="image is not supported"):
+                await api.count_tokens(messages=[{"role": "user", "content": [{"type": "image"}]}], model="any")
+
+    asyncio.run(talk())
+    trajectory = finish(policy)
+    assert [branch.reason for branch in trajectory.branches] == ["start"] and len(sampler.histories) == 3
+    assert [turn.message["role"] for turn in trajectory.turns] == [
+        *("system", "user", "assistant", "tool", "assistant", "user", "assistant")
+    ]
 
 
 @pytest.mark.long

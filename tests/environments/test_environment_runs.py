@@ -295,9 +295,7 @@ class Misspelt(Environment):
 def test_environment_without_run_is_refused(model_folder: str) -> None:
     runner = EnvironmentRunner(SimpleNamespace(), load_tokenizer(model_folder), Misspelt(), max_length=64)
     try:
-        with pytest.raises(
-            ConfigError, match=r"^environment: Misspelt defines neither run\(prompt, policy\) nor "
-        ):
+        with pytest.raises(ConfigError, match=r"^environment: Misspelt defines neither run\(prompt, policy\) nor "):
             runner.check()
     finally:
         runner.close()

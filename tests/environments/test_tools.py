@@ -251,8 +251,20 @@ def test_limits_truncate() -> None:
     assert trajectory.status == "truncated" and 1 <= trajectory.metrics["turns"] < 99
     with pytest.raises(ValueError, match="max_turns=0 must be at least 1"):
         Tools(["tool_cases.add"], max_turns=0)
-    with pytest.raises(ValueError, match="tools must name at least one"):
-        Tools([])
+
+
+@pytest.mark.parametrize(
+    ("tools", "broken_by", "message"),
+    [
+        ([], (), r"^Tools: tools=\[\] must name at least one function or class\.$"),
+        ("my_tools.add", (), r"^Tools: tools='my_tools\.add' must be a list\. Write \['my_tools\.add'\]\.$"),
+        (tool_cases.add, (), r"^Tools: tools=add must be a list\. Write \[add\]\.$"),
+        ([tool_cases.add], "builtins.TimeoutError", r"^Tools: broken_by='builtins\.TimeoutError' must be a list\."),
+    ],
+)
+def test_single_item_in_place_of_a_list_is_refused(tools: Any, broken_by: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Tools(tools, broken_by=broken_by)
 
 
 def test_prompt_without_room_for_the_tools_fails() -> None:

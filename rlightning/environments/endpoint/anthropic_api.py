@@ -7,7 +7,7 @@ from functools import partial
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import read_tools
-from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices
+from rlightning.environments.endpoint.parameters import RequestParameters, read_parameters, refuse_choices
 from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, answer
 from rlightning.environments.messages import AssistantMessage, Message
@@ -25,23 +25,31 @@ async def create_message(session: Session, body: JsonObject, emit: Emit) -> Repl
 
     ``emit`` gets the events of a stream. Raises an APIError for an invalid request.
     """
+    asked, messages, tools = _read_request(session, body)
+    writer = MessageWriter(asked.stops, session.model)
+    return await answer(writer, emit if asked.stream else None, partial(session.chat, asked, messages, tools))
+
+
+async def count_tokens(session: Session, body: JsonObject, emit: Emit) -> Reply:
+    """Return the number of tokens of a request's prompt as the response to ``/v1/messages/count_tokens``.
+
+    It is that of the same request to ``/v1/messages``. Raises an APIError for an invalid request.
+    """
+    _, messages, tools = _read_request(session, body)
+    return {"input_tokens": session.count_tokens(messages, tools)}
+
+
+def _read_request(session: Session, body: JsonObject) -> tuple[RequestParameters, list[Message], ToolUse]:
     renamed = {NAMES.get(name, name): value for name, value in body.items()}
-    thinking = body.get("thinking") or {"type": "disabled"}
-    if thinking != {"type": "disabled"} and "thinking" not in session.ignored:
-        raise APIError(
-            f"thinking={cut_value(thinking)} is not supported: the chat template decides how the policy reasons. Leave "
-            "it out, or add 'thinking' to the endpoint's ignored parameters (environment.endpoint.ignored).",
-            param="thinking",
-        )
-    renamed.pop("thinking", None)
+    config = body.get("output_config")
+    if isinstance(config, Mapping) and not config.keys() - {"effort"}:
+        del renamed["output_config"]  # without effect, like all settings of how much a model reasons
     refuse_choices(body)
     asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("messages"):
         messages = list(_read_messages(body))
     with reading("tools"):
-        tools = _read_tools(body, session.ignored)
-    writer = MessageWriter(asked.stops, session.model)
-    return await answer(writer, emit if asked.stream else None, partial(session.chat, asked, messages, tools))
+        return asked, messages, _read_tools(body, session.ignored)
 
 
 def _read_messages(body: JsonObject) -> Iterator[Message]:

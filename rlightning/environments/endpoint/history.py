@@ -66,9 +66,7 @@ class Histories:
     def find(self, messages: Sequence[Known], tools: str) -> Found:
         """Return the longest recorded conversation that ``messages`` continue, if any, and why a branch begins."""
         own = tuple(messages)
-        key = hash((tools, own))
-        is_repeated = key in self._asked
-        self._asked.add(key)
+        is_repeated = hash((tools, own)) in self._asked
         fitting = [past for past in self._pasts if past.tools == tools and _begins(own, past.messages)]
         if fitting:
             past = max(fitting, key=lambda one: (len(one.messages), one.turn.end == len(one.turn.branch.token_ids)))
@@ -78,6 +76,10 @@ class Histories:
         known = {message[:3] for past in self._pasts for message in past.messages}
         num_new = next((i for i, message in enumerate(reversed(own)) if message[:3] in known), len(own))
         return Found(None, num_new, "sampled_again" if is_repeated else self._find_reason(own, tools))
+
+    def begin(self, messages: Sequence[Known], tools: str) -> None:
+        """Record that a conversation is about to be continued: the next one with the same messages samples it again."""
+        self._asked.add(hash((tools, tuple(messages))))
 
     def add(self, messages: Sequence[Known], tools: str, turn: RecordedTurn) -> None:
         """Record a conversation that ends with a turn of the policy that was just sampled."""

@@ -1,8 +1,10 @@
 """The sampling parameters of a request. Unsupported parameters are rejected with an error that names them."""
 
 import json
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
@@ -14,14 +16,19 @@ from rlightning.rollout import Sampling
 from rlightning.seeds import mix_seed
 from rlightning.types.trajectory import TEMPERATURES
 
+log = logging.getLogger(__name__)
+
 MAX_CHOICES = 64
 """Maximum number of choices (``n``) of a request."""
 WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
     *("safety_identifier", "request_id", "include", "skip_special_tokens", "spaces_between_special_tokens"),
-    "routed_experts_prompt_start",
+    *("routed_experts_prompt_start", "prompt_cache_options", "prediction"),
+    "max_tool_calls",  # of tools that OpenAI's servers run
 }
 """Parameters that do not affect sampling."""
+LEFT_TO_TEMPLATE = {"reasoning", "reasoning_effort", "thinking", "verbosity"}
+"""Parameters for how much a model reasons and says, which SDKs set by default. Here the chat template decides."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -41,6 +48,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template_kwargs": ({},),
+    "truncation": ("disabled",),
+    "background": (False,),
 }
 """Parameters that no engine here supports, with the values at which they have no effect."""
 Count = Annotated[int, Field(ge=1)]
@@ -108,12 +117,15 @@ def read_parameters(
     for name, value in given.items():
         if name in RequestParameters.model_fields or name in others or name in WITHOUT_EFFECT:
             continue
+        if name in LEFT_TO_TEMPLATE:
+            _log_left_to_template(name)
+            continue
         if name not in neutral:
-            raise APIError(f"Unknown parameter: '{name}'. {_way_out(name)}", param=name, code="unknown_parameter")
+            raise APIError(f"Unknown parameter: '{name}'. {way_out(name)}", param=name, code="unknown_parameter")
         if value not in neutral[name]:
             rule = f"is not supported, other than {cut_value(neutral[name][0])}"
             raise APIError(
-                f"{name}={cut_value(value)} {rule}. {_way_out(name)}", param=name, code="unsupported_parameter"
+                f"{name}={cut_value(value)} {rule}. {way_out(name)}", param=name, code="unsupported_parameter"
             )
     values = {name: value for name, value in given.items() if name in RequestParameters.model_fields}
     try:
@@ -145,11 +157,11 @@ def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperatur
     lowest, highest = TEMPERATURES
     if wanted != own.temperature and not lowest <= wanted <= highest:
         rule = f"has to be from {lowest} to {highest:g}: what is sampled greedily cannot be trained"
-        raise APIError(f"temperature={wanted} {rule}. {_way_out('temperature')}", param="temperature")
+        raise APIError(f"temperature={wanted} {rule}. {way_out('temperature')}", param="temperature")
     if temperature not in (None, wanted):
         raise APIError(
             f"temperature={wanted} differs from {temperature}, at which earlier turns of this session were sampled: a "
-            f"trajectory has one temperature. {_way_out('temperature')}",
+            f"trajectory has one temperature. {way_out('temperature')}",
             param="temperature",
         )
     limits = [own.max_new_tokens, asked.max_tokens, asked.max_completion_tokens]
@@ -164,5 +176,12 @@ def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperatur
     )
 
 
-def _way_out(name: str) -> str:
+@cache
+def _log_left_to_template(name: str) -> None:
+    """Log, once for each parameter, that it has no effect."""
+    log.info("Requests of an agent set '%s', without effect: the chat template decides how the policy reasons.", name)
+
+
+def way_out(name: str) -> str:
+    """Return what to do about a parameter that is not supported."""
     return f"Leave it out, or add '{name}' to the endpoint's ignored parameters (environment.endpoint.ignored)."

@@ -7,22 +7,15 @@ from itertools import count
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import count_usage, read_tools
-from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices
+from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices, way_out
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, TurnStream, answer
 from rlightning.environments.messages import Message
 from rlightning.foreign_text import cut_value
 from rlightning.python_values import JsonObject
 
-OWN = ("input", "instructions", "tools", "tool_choice", "previous_response_id")
+OWN = ("input", "instructions", "text", "tools", "tool_choice", "previous_response_id")
 NAMES = {"max_output_tokens": "max_tokens"}
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "text": ({"format": {"type": "text"}}, {}),
-    "truncation": ("disabled",),
-    "background": (False,),
-    "reasoning": ({},),
-}
-"""Parameters that only this route has, with the values at which they have no effect."""
 
 
 async def respond(session: Session, body: JsonObject, emit: Emit) -> Reply:
@@ -30,10 +23,10 @@ async def respond(session: Session, body: JsonObject, emit: Emit) -> Reply:
 
     ``emit`` gets the events of a stream. Raises an APIError for an invalid request.
     """
-    renamed = {NAMES.get(name, name): value for name, value in body.items() if value not in NEUTRAL.get(name, ())}
+    renamed = {NAMES.get(name, name): value for name, value in body.items()}
     refuse_choices(body)
-    if "text" in renamed and "text" not in session.ignored:
-        renamed[RESPONSE_FORMAT] = _read_format(renamed.pop("text"))
+    if body.get("text") and "text" not in session.ignored:
+        renamed |= _read_format(body["text"])
     asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("input"):
         messages = [*_read_earlier(session, body), *_read_input(body.get("input"))]
@@ -52,11 +45,18 @@ async def respond(session: Session, body: JsonObject, emit: Emit) -> Reply:
 
 
 def _read_format(text: object) -> JsonObject:
-    """Convert the parameter ``text`` to the parameter ``response_format`` of chat completions."""
-    given = text["format"] if isinstance(text, Mapping) and set(text) == {"format"} else None
+    """Convert the parameter ``text`` to the parameter ``response_format`` of chat completions. Like all settings of how
+    much a model says, ``text.verbosity`` has no effect.
+    """
+    if not isinstance(text, Mapping) or set(text) - {"format", "verbosity"}:
+        raise APIError(
+            f"text={cut_value(text)} is not supported, other than text.format. {way_out('text')}", param="text"
+        )
+    given = text.get("format") or {"type": "text"}
     if not isinstance(given, Mapping):
-        raise APIError(f"text={cut_value(text)} is not supported, other than text.format.", param="text")
-    return {"type": given.get("type")} | ({"json_schema": dict(given)} if given.get("type") == "json_schema" else {})
+        raise APIError(f"text.format={cut_value(given)} has to be an object.", param="text")
+    schema = {"json_schema": dict(given)} if given.get("type") == "json_schema" else {}
+    return {RESPONSE_FORMAT: {"type": given.get("type"), **schema}}
 
 
 def _read_earlier(session: Session, body: JsonObject) -> list[Message]:

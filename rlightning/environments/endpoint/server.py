@@ -35,6 +35,7 @@ ROUTES: Mapping[str, Route] = {
     "/v1/completions": openai_api.complete_text,
     "/v1/responses": responses_api.respond,
     ANTHROPIC: anthropic_api.create_message,
+    f"{ANTHROPIC}/count_tokens": anthropic_api.count_tokens,
     "/inference/v1/generate": openai_api.generate_tokens,
 }
 LOOPBACK = "127.0.0.1"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlightning.environments.endpoint.errors import APIError, reading
-from rlightning.environments.endpoint.history import Found, Histories, clean, read_known, to_json
+from rlightning.environments.endpoint.history import Found, Histories, Known, clean, read_known, to_json
 from rlightning.environments.endpoint.parameters import RequestParameters, to_sampling
 from rlightning.environments.endpoint.streaming import Answers, Reply, TurnStream
 from rlightning.environments.environment import LimitReachedError
@@ -29,6 +29,24 @@ class ToolUse(NamedTuple):
 
     schemas: list[Message] | None
     are_called: bool
+
+
+class Conversation(NamedTuple):
+    """A request's conversation, compared with those recorded and rendered.
+
+    Attributes:
+        known: its messages, in the form in which they are compared.
+        tools_key: its tools as JSON.
+        reason: why it begins a branch, if it does.
+        new: its messages that are not recorded yet.
+        token_ids: [L], what the policy continues.
+    """
+
+    known: list[Known]
+    tools_key: str
+    reason: BranchReason
+    new: list[Message]
+    token_ids: list[int]
 
 
 class Session:
@@ -91,22 +109,34 @@ class Session:
         Tokens are added to ``stream``, if given; the caller has to end it.
         """
         tools = tool_use.schemas
-        with reading("messages"):
-            cleaned = clean(messages)
-            known, tools_key = [read_known(message) for message in cleaned], to_json(tools or [])
-            found = self._without_dropped_reasoning(self._histories.find(known, tools_key), cleaned, tools)
-            new = cleaned[len(cleaned) - found.num_new :]
-            history = self._render(found, cleaned, new, tools)
+        known, tools_key, reason, new, history = self._prepare(messages, tools)
+        self._histories.begin(known, tools_key)
         number, read_tools = self.policy.num_requested, tools if tool_use.are_called else None
 
         def read(sample: Sample) -> AssistantMessage:
             return self._read(sample, history, read_tools, asked.stops, number)
 
         begin = partial(self.policy.chat_format.begin_message, read_tools, prompt_ids=history, stops=asked.stops)
-        answers = await self._sample(asked, history, read, begin, stream, reason=found.reason, observations=new)
+        answers = await self._sample(asked, history, read, begin, stream, reason=reason, observations=new)
         for turn in answers.turns:
             self._histories.add(known, tools_key, turn)
         return answers
+
+    def count_tokens(self, messages: object, tool_use: ToolUse) -> int:
+        """Return the number of tokens after which :meth:`chat` would sample. Nothing is recorded.
+
+        Raises an APIError if the messages cannot be rendered.
+        """
+        return len(self._prepare(messages, tool_use.schemas).token_ids)
+
+    def _prepare(self, messages: object, tools: Sequence[Message] | None) -> Conversation:
+        """Compare the messages of a request with those recorded, and render them."""
+        with reading("messages"):
+            cleaned = clean(messages)
+            known, tools_key = [read_known(message) for message in cleaned], to_json(tools or [])
+            found = self._without_dropped_reasoning(self._histories.find(known, tools_key), cleaned, tools)
+            new = cleaned[len(cleaned) - found.num_new :]
+            return Conversation(known, tools_key, found.reason, new, self._render(found, cleaned, new, tools))
 
     async def complete(
         self, asked: RequestParameters, prompt: str | list[int], stream: TurnStream | None = None
