@@ -142,7 +142,8 @@ def check_list(name: str, given: object) -> None:
     """Raise a ConfigError if the argument ``name``, which has to be a list, is a single item, such as a text."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         item = cut_value(given) if isinstance(given, str) else getattr(given, "__qualname__", cut_value(given))
-        raise ConfigError(f"{name}={item} must be a list. Write [{item}].")
+        way_out = "Leave it out, or write one" if given is None else f"Write [{item}]"
+        raise ConfigError(f"{name}={item} must be a list. {way_out}.")
 
 
 def find_run_error(error: BaseException) -> RunError | None:

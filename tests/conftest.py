@@ -255,6 +255,14 @@ def _no_process_is_left_by_fixtures() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def forget_clients() -> Iterator[None]:
+    """LangChain keeps its HTTP clients by their address, beyond the event loop to which their connections belong."""
+    yield
+    if (clients := sys.modules.get("langchain_openai.chat_models._client_utils")) is not None:
+        clients._cached_async_httpx_client.cache_clear()
+
+
 def pytest_runtest_logstart() -> None:
     """Begin to count the processes that a test and its fixtures start."""
     fork_server.num_started = 0

@@ -176,7 +176,9 @@ class ConfigKeys:
             elif not any(is_text(option) and get_origin(option) is not Literal for option in alternatives):
                 found = self.find_class(value, classes, key)
                 if inspect.isfunction(found) and not any(is_callable(option) for option in alternatives):
-                    raise not_a_subclass(key, value, classes)
+                    returns = found.__annotations__.get("return", object)  # jsonargparse takes a function of an object
+                    if isinstance(returns, type) and not issubclass(returns, tuple(classes)):
+                        raise not_a_subclass(key, value, classes)
                 self.classes[key] = found
         elif bases and (is_plain_list or is_plain_number):
             raise no_keys(key, value, self.parameters_of(bases[0]))
@@ -256,8 +258,8 @@ class ConfigKeys:
             name = str(written).partition(".")[0].removesuffix("+")
             if name not in parameters and name in self.parameters_of(usual):
                 raise ConfigError(
-                    f"{where}.{name}: {name_of(chosen)} has no such key, as it is one of {name_of(usual)}. Leave it "
-                    f"out, or set {key}.class_path to {name_of(usual)}."
+                    f"{where}.{name}: {name_of(chosen)} has no such key; {name_of(usual)} has. Leave it out, or set "
+                    f"{key}.class_path to {name_of(usual)}."
                 )
         self.check_mapping(arguments, parameters, where)
 
@@ -305,11 +307,14 @@ def is_keys(hint: object) -> bool:
 def no_keys(key: str, value: object, parameters: Iterable[str]) -> ConfigError:
     """Return the error for a key that has a value but needs nested keys, such as those in ``parameters``."""
     name = key.rpartition(".")[2]
-    if name in ELSEWHERE:  # not the name of an object
+    if key in {f"environment.{one}" for one in ELSEWHERE}:  # not the name of an environment
         return ConfigError(f"{key}: there is no such key. {suggest_name(name, ())}")
     line = next((f"  {name}: value" for name in parameters), "  class_path: name")
+    place = key.rpartition(".")[0]
+    way_out = f" If '{name}' is an argument, name its class by {place}.class_path." if place == "environment" else ""
     return ConfigError(
         f"{key}={cut_value(value)}: here stand keys, not a value. Write '{key}:', and below it lines such as '{line}'."
+        f"{way_out}"
     )
 
 

@@ -28,7 +28,7 @@ from rlightning.report.prediction_file import to_json
 from rlightning.report.trajectory_text import ScoredTrajectory, describe_trajectory, to_data
 from rlightning.rewards import FailureCount
 from rlightning.rollout.endpoint_sampler import EndpointSampler
-from rlightning.rollout.engine_options import HasEngineOptions
+from rlightning.rollout.engine_options import has_engine_options
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.requests import RandomStreams, check_requests, group_sampling
 from rlightning.rpc.peer import DeadlineExceededError
@@ -88,7 +88,7 @@ class RolloutCLI(RLCLI):
             self._sample_endpoint(self.own.endpoint)
             return
         rollout = self._find_rollout()
-        if has(rollout, HasEngineOptions) and rollout.options.placement == "colocated":
+        if has_engine_options(rollout) and rollout.options.placement == "colocated":
             size = rollout.options.devices_per_engine
             rule = f"rollout.engine.tensor_parallel_size={size} takes the devices of {size} ranks"
             way_out = "this command has one. Add --rollout.placement standalone, or use --endpoint"

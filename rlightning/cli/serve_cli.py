@@ -16,7 +16,7 @@ from rlightning.models import describe_length_limit
 from rlightning.module import RLModule
 from rlightning.protocols import HasPromptLimit, has
 from rlightning.rollout.engine_config import EngineConfig
-from rlightning.rollout.engine_options import HasEngineOptions
+from rlightning.rollout.engine_options import has_engine_options
 from rlightning.rollout.service import EngineService, open_listener
 from rlightning.rpc import make_url
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE, read_key
@@ -44,7 +44,7 @@ class ServeCLI(RLCLI):
         listed = self._get(self.config_init, "trainer")["callbacks"]
         self.module: RLModule = self._get(self.config_init, "model")
         rollout: object = listed[0] if listed else self._get(self.config_init, "rollout")
-        if not has(rollout, HasEngineOptions):
+        if not has_engine_options(rollout):
             name = "null" if rollout is None else type(rollout).__name__
             raise ConfigError(f"rollout: {name} has no engine to serve. Name a class that has, such as VLLMRollout.")
         self.rollout = rollout

@@ -156,7 +156,8 @@ class EnvironmentRunner:
         """Raise a ConfigError if an environment cannot run here; call it before a run starts."""
         for environment in self._all_environments():
             kind = type(environment)
-            if kind.run is Environment.run and kind.run_group is Environment.run_group:
+            own = {"run", "run_group"} & vars(environment).keys()
+            if not own and kind.run is Environment.run and kind.run_group is Environment.run_group:
                 raise ConfigError(
                     f"environment: {kind.__name__} defines neither run(prompt, policy) nor run_group(prompt, group), "
                     "so that it makes no trajectories. Define the first of them."

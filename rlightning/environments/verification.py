@@ -35,7 +35,7 @@ CHANCE = 6.0
 """With n compared tokens, the limit is larger by the factor ``1 + CHANCE / sqrt(n)``: some tokens have gaps of many
 times the mean, and may be all there are."""
 MAX_BRANCH_RATIO = 10.0
-"""As MAX_RATIO, for a single branch: a few wrong ones hardly change the mean of a step."""
+"""As MAX_RATIO, for a single branch without its worst token: a few wrong branches hardly change the mean of a step."""
 LEAST_BRANCH_TOKENS = 16
 """Sampled tokens that a branch must have to be compared by itself: fewer have no mean to speak of."""
 NUM_SINGLE_TURNS = 16
@@ -121,12 +121,13 @@ class TrajectoryVerifier:
             turn = int(turns[distances.argmax()])
             place = f"prompt {one.prompt.index}, message {turn} after the prompt, branch '{branch.reason}'"
             worst = max(worst, (float(distances.max()), place))
-            branches.append((Gap().add(distances), f"by {distances.max():.3g}: {place}"))
+            others = np.delete(distances, distances.argmax())  # a single unlikely token may be far off
+            branches.append((Gap().add(others), f"by {distances.max():.3g}: {place}"))
         furthest = f"by {worst[0]:.3g}: {worst[1]}"
         self._check(begun, MAX_RATIO, "their first turns", furthest)
         self._check(later, MAX_RATIO, "their later turns", furthest)
         for gap, place in branches:
-            if gap.num_tokens >= LEAST_BRANCH_TOKENS:
+            if gap.num_tokens + 1 >= LEAST_BRANCH_TOKENS:
                 self._check(gap, MAX_BRANCH_RATIO, "one branch", place)
         return begun.merge(later)
 

@@ -159,7 +159,7 @@ class PolicyModule(Ranks, SavedModule):
         """
         loaded = {name: role.network for name, role in self.roles.items()}
         self.roles = self.configure_roles()
-        check_roles(self.roles, type(self))
+        check_roles(self.roles, self)
         is_fitting = self._trainer is None or self.trainer.state.fn == "fit"
         for name, role in self.roles.items():
             role.network = loaded.get(name)

@@ -23,11 +23,11 @@ from rlightning.module.metrics import rollout_metrics
 from rlightning.module.monitoring import adapt_monitoring, check_monitors
 from rlightning.module.no_signal import StepsWithoutSignal
 from rlightning.module.returned_values import returned_tensor
-from rlightning.module.roles import REFERENCE, check_roles
+from rlightning.module.roles import REFERENCE
 from rlightning.module.run_folder import UnlockRun, lock_run_of
 from rlightning.module.start_block import describe_start
 from rlightning.module.trainer_options import check_data_source, check_trainer
-from rlightning.objectives import check_names, estimate_kl, subtract_kl
+from rlightning.objectives import estimate_kl, subtract_kl
 from rlightning.parallel.collectives import all_reduce, gather_objects, world_size
 from rlightning.parallel.cpu_group import barrier_timeout
 from rlightning.parallel.fsdp import FSDP
@@ -170,8 +170,6 @@ class RLModule(EvaluationSteps):
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         if stage == "fit":
             check_trainer(self.trainer)
-            check_roles(self.configure_roles(), type(self))
-            check_names(self.loss_components())
             self.plan.check_world_size(self.trainer.world_size)
         adapt_monitoring(callbacks)
         adapt_loggers(self.trainer.loggers)

@@ -80,23 +80,24 @@ class ModelRole:
         checkpoint_layers(policy, math.ceil(share * len(decoder_layers(policy))))
 
 
-def check_roles(roles: Mapping[str, object], module: type) -> None:
-    """Raise a ConfigError if what ``configure_roles`` of a module's class returns cannot be the models of a run."""
-    if ACTOR not in roles:
+def check_roles(roles: object, module: nn.Module) -> None:
+    """Raise a ConfigError if what a module's ``configure_roles`` returns cannot be the models of a run."""
+    kind = type(module)
+    if not isinstance(roles, Mapping) or ACTOR not in roles:
         raise ConfigError(
-            f"{module.__name__}.configure_roles() returns no role '{ACTOR}', the model that samples. Extend the result "
-            "of super().configure_roles()."
+            f"{kind.__name__}.configure_roles() returns no role '{ACTOR}', the model that samples. Extend and return "
+            "the result of super().configure_roles()."
         )
     for name, role in roles.items():
         if not isinstance(role, ModelRole):
             raise ConfigError(
-                f"{module.__name__}.configure_roles() returns a {type(role).__name__} for '{name}', not a ModelRole. "
+                f"{kind.__name__}.configure_roles() returns a {type(role).__name__} for '{name}', not a ModelRole. "
                 "Return ModelRole(load=..., optimizer=...), whose load() makes the network."
             )
-        if role.is_trained and hasattr(module, name):
+        if role.is_trained and (hasattr(kind, name) or vars(module).get(name) is not None):
             raise ConfigError(
-                f"{module.__name__} has an attribute '{name}', which a trained role of that name would replace: its "
-                f"network becomes the module's attribute. Give the role another name, such as {name}_model."
+                f"{kind.__name__} has an attribute '{name}', and the network of a trained role becomes the module's "
+                f"attribute of the role's name. Give the role another name, such as {name}_model."
             )
 
 

@@ -36,6 +36,7 @@ from rlightning.objectives import (
     ReferenceKL,
     RolloutCorrection,
     approximate_proximal,
+    check_names,
     entropy,
     has_zero_gradient,
     sum_components,
@@ -156,6 +157,11 @@ class UpdateModule(PolicyModule):
             load = partial(self.load_model, self.reference_path, is_trained=False)
             roles[REFERENCE] = ModelRole(load=load, config=self.reference_config)
         return roles
+
+    def on_fit_start(self) -> None:
+        """Raise a ConfigError for optimizers that cannot be stepped, and for terms of the loss with one name."""
+        super().on_fit_start()
+        check_names(self.loss_components())
 
     @property
     def is_own_reference(self) -> bool:
@@ -311,11 +317,12 @@ class UpdateModule(PolicyModule):
         for component in components:
             value, details = checked_term(component, forward, batch)
             values.append(value)
-            metrics |= details | {component.name: value}
+            metrics |= details
         if self.generates:
             gap = torch.where(batch.is_sampled, (batch.old_logprobs - batch.rollout_logprobs).abs(), 0)
             metrics["rollout_gap_mean"] = gap
             means.add_max("policy/rollout_gap_max", gap)
+        metrics |= {component.name: value for component, value in zip(components, values, strict=True)}
         means.add({f"policy/{name}": value for name, value in metrics.items()}, batch.is_sampled)
         return sum_components(components, values, batch, constant=self.sampling.max_new_tokens)
 

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 import torch
 from transformers import PreTrainedConfig
+from typing_extensions import TypeIs
 
 from rlightning.errors import ConfigError, check_rules
 from rlightning.models import load_config
@@ -401,3 +402,8 @@ class HasEngineOptions(Protocol):
 
     options: EngineOptions
     sampling: Sampling
+
+
+def has_engine_options(rollout: object) -> TypeIs[HasEngineOptions]:
+    """Return whether a rollout callback has engines that :class:`EngineOptions` describe."""
+    return has(rollout, HasEngineOptions) and isinstance(rollout.options, EngineOptions)

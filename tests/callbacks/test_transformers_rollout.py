@@ -191,7 +191,10 @@ def test_command_line_needs_no_vllm(project: Path) -> None:
     ("option", "message"),
     [
         (("max_sequences", "0"), r"^error: rollout\.max_sequences=0 must be at least 1\."),
-        (("gpu_memory_utilization", "0.5"), r"^error: rollout\.(init_args\.)?gpu_memory_utilization: there is no such"),
+        (
+            ("gpu_memory_utilization", "0.5"),
+            r"^error: rollout\.(init_args\.)?gpu_memory_utilization: TransformersRollout has no such",
+        ),
         (("temperature", "0"), r"^error: rollout\.temperature=0 makes all samples of a prompt alike"),
         (("verify_every", "-1"), r"^error: rollout\.verify_every=-1 must be at least 0"),
     ],

@@ -72,7 +72,7 @@ MISTAKES = {
     "--config model.yaml": "model.init_args.clip_hihg: there is no such key. Did you mean 'clip_high'?",
     "--config beside.yaml": "model.lr: beside class_path, keys stand under init_args. Move it there.",
     "--config data.yaml": "data.trian: there is no such key. Did you mean 'train'?",
-    "--config sibling.yaml": "rollout.init_args.engine: TransformersRollout has no such key, as it is one of VLLM",
+    "--config sibling.yaml": "rollout.init_args.engine: TransformersRollout has no such key; VLLMRollout has. ",
     "--config rollout.yaml": "rollout.init_args.temprature: there is no such key. Did you mean 'temperature'?",
     "--config twice.yaml": "trainer.max_steps: the file sets this key twice. Remove one of them.",
     "--config same.yaml": "same.yaml, line 3: not valid YAML",

@@ -94,6 +94,7 @@ def test_agent_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "package"), [(1, "langchain_openai"), (2, "agents")])
+@pytest.mark.usefixtures("forget_clients")
 def test_agents_of_frameworks_of_the_page(number: int, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(package)
     agent = load_module("my_agents", find_snippets(PROGRAMS)[number], monkeypatch).solve

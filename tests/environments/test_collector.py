@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -58,15 +59,22 @@ class Waits(Environment):
 def test_oldest_trajectory_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     environment, sampler = Waits(), cast("Any", ImmediateSampler(lambda _: True))
     runner = EnvironmentRunner(sampler, None, environment, max_length=100, timeout=3600.0)
-    monkeypatch.setattr("rlightning.environments.runner.monotonic", lambda: 1e12)
+    seconds = [0.0]
+    begun = time.monotonic()
+    monkeypatch.setattr("rlightning.environments.runner.monotonic", lambda: begun + seconds[0])
     try:
         future = runner.submit(GroupRequest(Prompt(17, "", [1], {}), Sampling(max_new_tokens=1), 1))
         assert environment.has_begun.wait(60)
+        began_within = time.monotonic() - begun
+        counts = []
         with caplog.at_level(logging.INFO):
-            runner.report_oldest()
-            runner.report_oldest()
+            for later in (0, 59, 60 + began_within, 61 + began_within, 119 + began_within, 121 + began_within):
+                seconds[0] = later
+                runner.report_oldest()
+                counts.append(sum(one.startswith("Waiting for") for one in caplog.messages))
         runner.cancel([future])
-        (line,) = [one for one in caplog.messages if one.startswith("Waiting for")]
+        assert counts == [0, 0, 1, 1, 1, 2]
+        line = next(one for one in caplog.messages if one.startswith("Waiting for"))
         assert "Waiting for 1 trajectories; trajectory 0 of prompt 17 has run for" in line and "at most 3600 s" in line
     finally:
         runner.close()

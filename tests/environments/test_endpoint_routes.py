@@ -96,11 +96,12 @@ def test_settings_of_how_much_is_reasoned_have_no_effect(
     route: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, sampler, _ = make("One.", "Two.")
-    parameters._log_left_to_template.cache_clear()
+    parameters.log_left_to_template.cache_clear()
     with caplog.at_level("INFO", "rlightning"):
         assert [post(policy, route, settings).status_code for _ in range(2)] == [200, 200]
     assert sampler.samplings[0].json_schema is None
     told = {"reasoning_effort", "verbosity", "reasoning", "thinking"} & settings.keys()
+    told |= {f"{name}.{key}" for name in ("output_config", "text") for key in settings.get(name, ())}
     assert [f"set '{name}', without effect" in caplog.text for name in told] == [True] * len(told)
     assert caplog.text.count("without effect") == len(told)
 

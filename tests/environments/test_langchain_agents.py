@@ -11,7 +11,7 @@ from endpoint_cases import CALL, END, make
 from rlightning.environments import AgentProgram
 from rlightning.types import Prompt
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forget_clients")]
 CALLS = f"<think>\nhm\n</think>\n\nLet me.\n{CALL}\n{CALL}"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from rlightning.environments import SelfCorrection
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.recorded_group import RecordedGroup
-from rlightning.environments.verification import LEAST_GAP, TrajectoryVerifier
+from rlightning.environments.verification import LEAST_GAP, MAX_BRANCH_RATIO, MAX_RATIO, Gap, TrajectoryVerifier
 from rlightning.errors import ConfigError, VerificationError
 from rlightning.models import load_config, load_policy
 from rlightning.parallel.sharding import named_weights
@@ -126,10 +127,24 @@ def test_one_wrong_branch_of_many_is_refused(sampler: TransformersSampler) -> No
     verify(sampler, trajectories)
     branch = max((branch for one in trajectories for branch in one.branches), key=lambda one: sum(one.is_sampled))
     leave_out_observation(branch)
-    # in float32 rounding is so small that a single branch shows in the mean of all
-    what = "one branch" if sampler.dtype == torch.bfloat16 else r"their \w+ turns"
+    what = r"(one branch|their \w+ turns)"  # in float32 rounding is so small that it shows in the mean of all
     with pytest.raises(VerificationError, match=rf" of {what} differ by .* nats in the mean of \d+ tokens"):
         verify(sampler, trajectories)
+
+
+def test_limits_of_a_step_and_of_a_branch() -> None:
+    verifier = TrajectoryVerifier(None, MAX_LENGTH, torch.bfloat16)  # type: ignore[arg-type]
+    verifier.single_turns = Gap(4.0, 900)
+    allowed = 1 + 6 * math.sqrt(1 / 100 + 1 / 900)  # of 100 tokens
+    for ratio, least in ((MAX_RATIO, 2e-3), (MAX_BRANCH_RATIO, 2e-3 * 10 / 3)):
+        limit = max(least, ratio * allowed * 4 / 900)
+        verifier._check(Gap(99.9 * limit, 100), ratio, "it", "somewhere")
+        with pytest.raises(VerificationError, match=r" of it differ by .* in the mean of 100 tokens, .* off, somew"):
+            verifier._check(Gap(100.1 * limit, 100), ratio, "it", "somewhere")
+    verifier.single_turns = Gap(1e-9, 900)
+    verifier._check(Gap(0.66, 100), MAX_BRANCH_RATIO, "it", "somewhere")
+    with pytest.raises(VerificationError):
+        verifier._check(Gap(0.67, 100), MAX_BRANCH_RATIO, "it", "somewhere")
 
 
 def test_other_weights_or_temperatures_are_left_out(

@@ -240,9 +240,19 @@ def role_named_as_method(module: GRPO) -> dict[str, Any]:
     return GRPO.configure_roles(module) | {"reward": ModelRole(load=Critic, optimizer=AdamWSettings())}
 
 
+def role_named_as_attribute(module: GRPO) -> dict[str, Any]:
+    return GRPO.configure_roles(module) | {"plan": ModelRole(load=Critic, optimizer=AdamWSettings())}
+
+
+def none_at_all(module: GRPO) -> None:
+    GRPO.configure_roles(module)
+
+
 @pytest.mark.parametrize(
     ("make_roles", "reason"),
     [
+        (none_at_all, r"Odd\.configure_roles\(\) returns no role 'actor'"),
+        (role_named_as_attribute, "Odd has an attribute 'plan', .* such as plan_model"),
         (without_actor, r"Odd\.configure_roles\(\) returns no role 'actor'.*super\(\)"),
         (network_as_role, "returns a Critic for 'critic', not a ModelRole"),
         (role_named_as_method, "Odd has an attribute 'reward', .* Give the role another name, such as reward_model"),
@@ -254,6 +264,18 @@ def test_roles_that_cannot_be_are_refused_before_loading(
     kind = type("Odd", (GRPO,), {"configure_roles": make_roles, "load_actor": lambda self: pytest.fail("it loads")})
     with pytest.raises(ConfigError, match=reason):
         run(tmp_path, make_algorithm(kind, model_folder, lr=LR))
+
+
+def test_components_of_one_name_end_a_run_before_its_rollout(model_folder: str, tmp_path: Path) -> None:
+    class Twice(GRPO):
+        def loss_components(self) -> list[LossComponent]:
+            return [*super().loss_components(), LossComponent("entropy", lambda forward, batch: (forward.entropy, {}))]
+
+        def rollout(self, *_: Any) -> Any:
+            pytest.fail("it samples")
+
+    with pytest.raises(ConfigError, match=r"^loss_components\(\) returns 2 components named 'entropy'\."):
+        run(tmp_path, make_algorithm(Twice, model_folder, lr=LR))
 
 
 def test_overrides_of_former_methods_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,6 @@ import vllm
 from engine_models import save_model
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -26,11 +25,10 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rlightning.rollout.vllm.adapters import ADAPTER_ID, adapter_request
+from rlightning.rollout.vllm.adapters import adapter_request
 from rlightning.rollout.vllm.scheduler import (
     TOKENS_AT_ONCE,
     DeferredSequences,
-    is_read_at_end,
     is_tested,
     make_scheduler,
 )
@@ -232,14 +230,6 @@ def test_requests_with_the_adapter_are_deferred(folder: str, is_ahead: bool) -> 
     assert all(own.tokens[name] == vllms.tokens[name] for name in own.reasons)
     deferred = {call.args[1].request_id for call in begin.call_args_list}
     assert len({name for name in deferred if int(name) % 5}) > 10
-
-
-@pytest.mark.parametrize(("adapter", "is_deferred"), [(ADAPTER_ID, True), (ADAPTER_ID + 1, False)])
-def test_other_adapters_are_counted_by_vllm(folder: str, adapter: int, is_deferred: bool) -> None:
-    _, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=True, has_adapter=True)
-    request = make_request("0", hasher, 60)
-    request.lora_request = LoRARequest("name", adapter, "/path")
-    assert is_read_at_end(request) == is_deferred
 
 
 def run_full_cache(folder: str, make: Any, *, is_ahead: bool, seed: int) -> Core:

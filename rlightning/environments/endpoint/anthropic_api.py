@@ -7,7 +7,12 @@ from functools import partial
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import read_tools
-from rlightning.environments.endpoint.parameters import RequestParameters, read_parameters, refuse_choices
+from rlightning.environments.endpoint.parameters import (
+    RequestParameters,
+    log_left_to_template,
+    read_parameters,
+    refuse_choices,
+)
 from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, answer
 from rlightning.environments.messages import AssistantMessage, Message
@@ -43,7 +48,8 @@ def _read_request(session: Session, body: JsonObject) -> tuple[RequestParameters
     renamed = {NAMES.get(name, name): value for name, value in body.items()}
     config = body.get("output_config")
     if isinstance(config, Mapping) and not config.keys() - {"effort"}:
-        del renamed["output_config"]  # without effect, like all settings of how much a model reasons
+        del renamed["output_config"]
+        log_left_to_template("output_config.effort")
     refuse_choices(body)
     asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
     with reading("messages"):

@@ -118,7 +118,7 @@ def read_parameters(
         if name in RequestParameters.model_fields or name in others or name in WITHOUT_EFFECT:
             continue
         if name in LEFT_TO_TEMPLATE:
-            _log_left_to_template(name)
+            log_left_to_template(name)
             continue
         if name not in neutral:
             raise APIError(f"Unknown parameter: '{name}'. {way_out(name)}", param=name, code="unknown_parameter")
@@ -177,9 +177,9 @@ def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperatur
 
 
 @cache
-def _log_left_to_template(name: str) -> None:
+def log_left_to_template(name: str) -> None:
     """Log, once for each parameter, that it has no effect."""
-    log.info("Requests of an agent set '%s', without effect: the chat template decides how the policy reasons.", name)
+    log.info("Requests of an agent set '%s', without effect: the chat template decides how much is said.", name)
 
 
 def way_out(name: str) -> str:

@@ -7,7 +7,7 @@ from itertools import count
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import count_usage, read_tools
-from rlightning.environments.endpoint.parameters import read_parameters, refuse_choices, way_out
+from rlightning.environments.endpoint.parameters import log_left_to_template, read_parameters, refuse_choices, way_out
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, TurnStream, answer
 from rlightning.environments.messages import Message
@@ -52,6 +52,8 @@ def _read_format(text: object) -> JsonObject:
         raise APIError(
             f"text={cut_value(text)} is not supported, other than text.format. {way_out('text')}", param="text"
         )
+    if "verbosity" in text:
+        log_left_to_template("text.verbosity")
     given = text.get("format") or {"type": "text"}
     if not isinstance(given, Mapping):
         raise APIError(f"text.format={cut_value(given)} has to be an object.", param="text")

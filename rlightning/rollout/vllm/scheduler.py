@@ -35,7 +35,6 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from rlightning.processes.process_group import die_with_parent
-from rlightning.rollout.vllm.adapters import ADAPTER_ID
 from rlightning.rollout.vllm.supports import drop_cut_tokens
 
 log = logging.getLogger(__name__)
@@ -175,15 +174,13 @@ def is_tested(version: str) -> bool:
 def is_read_at_end(request: Request) -> bool:
     """Return whether a request's output is read only at its end, and has only sampled tokens with log-probabilities.
 
-    False also for structured output, stop strings, adapters other than the actor's, and log-probabilities of other
-    tokens. Of adapters vLLM counts how many run at a time, and deferred requests are not counted.
+    False also for structured output, stop strings, and log-probabilities of other tokens. Of adapters, vLLM counts how
+    many run at a time and misses those of deferred requests: there is one, the actor's.
     """
     params = request.sampling_params
     if params is None or params.logprobs != 0 or params.prompt_logprobs is not None or params.detokenize:
         return False
     if request.use_structured_output or request.has_encoder_inputs or request.resumable:
-        return False
-    if request.lora_request is not None and request.lora_request.lora_int_id != ADAPTER_ID:
         return False
     return params.output_kind is RequestOutputKind.FINAL_ONLY and params.repetition_detection is None
 
