@@ -14,6 +14,12 @@ from endpoint_cases import CALL, END, USER, make
 from rlightning.environments.endpoint import parameters
 from rlightning.environments.policy import RecordedPolicy
 
+ANTHROPIC_TOOL = {
+    "name": "add",
+    "description": ADD["function"]["description"],
+    "input_schema": ADD["function"]["parameters"],
+}
+
 
 @pytest.mark.long
 def test_tokens_go_in_and_out_as_they_are() -> None:
@@ -174,15 +180,13 @@ def test_stop_string_of_the_client_is_read_once() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_sdk_with_tools_is_one_branch(stream: bool) -> None:
     policy, _, tokenizer = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.")
-    schema = ADD["function"]
-    tool = {"name": "add", "description": schema["description"], "input_schema": schema["parameters"]}
 
     async def talk() -> None:
         async with (
             serve(policy) as (session, url),
             anthropic.AsyncAnthropic(base_url=url, api_key=session.key) as client,
         ):
-            arguments: Any = {"model": "any", "max_tokens": 64, "system": "Add.", "tools": [tool]}
+            arguments: Any = {"model": "any", "max_tokens": 64, "system": "Add.", "tools": [ANTHROPIC_TOOL]}
 
             async def create(messages: Any) -> Any:
                 if not stream:
@@ -211,8 +215,6 @@ def test_anthropic_sdk_with_tools_is_one_branch(stream: bool) -> None:
 @pytest.mark.parametrize("is_beta", [False, True])
 def test_count_of_tokens_is_that_of_the_prompt(is_beta: bool) -> None:
     policy, sampler, _ = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.", "Yes.")
-    schema = ADD["function"]
-    tool = {"name": "add", "description": schema["description"], "input_schema": schema["parameters"]}
 
     async def talk() -> None:
         async with (
@@ -220,7 +222,7 @@ def test_count_of_tokens_is_that_of_the_prompt(is_beta: bool) -> None:
             anthropic.AsyncAnthropic(base_url=url, api_key=session.key) as client,
         ):
             api: Any = client.beta.messages if is_beta else client.messages
-            arguments: Any = {"model": "any", "system": "Add.", "tools": [tool]}
+            arguments: Any = {"model": "any", "system": "Add.", "tools": [ANTHROPIC_TOOL]}
             messages: list[Any] = [USER]
             for _ in range(3):
                 for _ in range(2):
