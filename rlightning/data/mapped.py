@@ -19,6 +19,7 @@ from rlightning.data.digests import digest_columns, digest_texts
 from rlightning.data.rows import HeldRows, LazySequence, Row, StoredRows
 from rlightning.data.sources import RowTable
 from rlightning.data.summary import Summary, summarize
+from rlightning.processes.cpu_cores import num_cores
 from rlightning.types import Prompt
 
 if TYPE_CHECKING:
@@ -153,9 +154,8 @@ def _map(table: RowTable, encoder: RowEncoder, folder: Path) -> None:
     import datasets
 
     num_rows = len(table.rows)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # Another process would need a copy of rows in memory.
-    num_processes = 1 if isinstance(table.rows, HeldRows) else min(cores, num_rows // ROWS_A_PROCESS)
+    num_processes = 1 if isinstance(table.rows, HeldRows) else min(num_cores(), num_rows // ROWS_A_PROCESS)
     values = {name: datasets.Value(kind.removeprefix("list of ")) for name, kind in COLUMNS.items()}
     features = {name: datasets.List(value) if "list" in COLUMNS[name] else value for name, value in values.items()}
     with plain_forks():

@@ -1,7 +1,6 @@
 """Worker processes for agents that are functions, so that their clients take no CPU time of the trainer's process."""
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from rlightning.environments.messages import Fields
 from rlightning.environments.worker_environment import UNSENDABLE, WorkerEnvironment
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
+from rlightning.processes.cpu_cores import num_cores
 from rlightning.python_values import JsonObject
 from rlightning.rpc.connection import encode
 from rlightning.rpc.peer import Method
@@ -92,7 +92,7 @@ def start_workers(
     """
     is_required = bool(num_workers or settings)
     if num_workers is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = num_cores()
         num_workers = min(MAX_DEFAULT_WORKERS, cores - 1) if cores >= MIN_CORES else int(bool(settings))
     check_rules({f"AgentProgram: workers={cut_value(settings)} needs num_workers": bool(num_workers) or not settings})
     if not num_workers:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlightning.parallel.execution_mode import is_controller
+from rlightning.processes.cpu_cores import num_cores
 from rlightning.protocols import HasAccelerator, HasDevice, HasRootDevice, HasStrategy, has
 from rlightning.torch_internals import set_allocator
 
@@ -52,7 +53,7 @@ def share_host_threads(num_processes: int) -> None:
         num_processes: number of ranks on this host.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_processes))
+        torch.set_num_threads(max(1, num_cores() // num_processes))
 
 
 def limit_host_threads() -> None:

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from rlightning.errors import ConfigError, check_rules
+from rlightning.processes.cpu_cores import num_cores
 from rlightning.rewards.calls import RewardResult
 from rlightning.rewards.config import GIVEN, TURNS, Reward, bind_rewards
 from rlightning.rewards.event_loop import MAX_CONCURRENT
@@ -81,7 +82,7 @@ class RewardRunner:
                     function.state,
                 )
         self.sources = KeptSources(module for function in self.functions for module in function.modules)
-        self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, _num_cores())
+        self.num_workers = num_workers or min(MAX_DEFAULT_WORKERS, num_cores())
         self._opened: tuple[int, RewardPool] | None = None  # this process's loop, once there are calls
         # The calls by function, by the id() of a trajectory's turns, which the trajectory keeps alive.
         self._submitted: dict[int, tuple[Trajectory, dict[int, Future[RewardResult]]]] = {}
@@ -266,7 +267,3 @@ def _given(trajectory: "Trajectory") -> dict[str, object]:
         "is_truncated": trajectory.is_truncated,
         TURNS: [turn.message for turn in trajectory.turns],
     }
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
