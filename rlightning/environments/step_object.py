@@ -9,10 +9,12 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextvars import copy_context
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from rlightning import intervals
+from rlightning.callables import is_coroutine_function
 from rlightning.environments.environment import TrajectoryLostError
 from rlightning.foreign_text import describe_error
 from rlightning.python_values import JsonObject
@@ -91,8 +93,8 @@ class StepObject:
         def make_here() -> None:
             self.made = make(**arguments)  # kept although the trajectory may have ended, so that it is closed
 
-        public = [getattr(make, name, None) for name in dir(make) if not name.startswith("_")]
-        if any(map(inspect.iscoroutinefunction, [make, *public])):
+        methods = [name for name, _ in inspect.getmembers(make, inspect.iscoroutinefunction)]
+        if inspect.iscoroutinefunction(make) or any(not name.startswith("_") for name in methods):
             await await_user_code(_call_here(make_here))
         else:
             await self._thread.run(make_here)
@@ -128,8 +130,7 @@ class StepObject:
         """Call the object's ``close``, if it exists, after any running call; errors are logged."""
 
         def close_here() -> object:
-            close = getattr(self.made, "close", None)
-            return None if close is None else close()
+            return self.made.close() if hasattr(self.made, "close") else None
 
         try:
             returned = await self._thread.run(close_here)
@@ -142,16 +143,11 @@ class StepObject:
             self._thread.end()
 
 
-def is_async(function: Callable[..., object]) -> bool:
-    """Return whether a function or callable object is async."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
 async def call_function(function: Callable[..., object], arguments: Mapping[str, object]) -> object:
     """Call a function and return its result; a function that is not async runs in a thread, since it may block."""
-    thread = SerialThread()
+    thread, call = SerialThread(), partial(function, **arguments)
     try:
-        returned = function(**arguments) if is_async(function) else await thread.run(lambda: function(**arguments))
+        returned = call() if is_coroutine_function(function) else await thread.run(call)
     finally:
         thread.end()
     return await await_user_code(returned) if inspect.isawaitable(returned) else returned

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlightning.callables import is_async, unwrap
 from rlightning.config.argument_checks import checked
 from rlightning.config.secret_arguments import hide_secrets, mask_secrets, resolve_secrets
 from rlightning.dotted_path import import_longest
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.python_values import module_name
 from rlightning.rewards.calls import RewardCallable
-from rlightning.rewards.lookup import check_kind, import_function, is_async, unwrap
+from rlightning.rewards.lookup import check_kind, import_function
 from rlightning.rewards.references import AnswerCheck, find_answer_check
 from rlightning.rewards.state import find_state
 

@@ -18,8 +18,8 @@ from functools import partial
 from time import monotonic
 
 from rlightning import intervals
+from rlightning.callables import is_coroutine_function
 from rlightning.rewards.calls import RewardCallable, RewardResult, failure, to_number
-from rlightning.rewards.lookup import unwrap
 from rlightning.rpc.client import LoopThread
 from rlightning.rpc.progress import CALL, call_tasks, track_tasks
 
@@ -55,7 +55,7 @@ class CallRunner:
         CALL.set(key)
         self.timeouts[key] = timeout
         # A wrapper of an async def may return its coroutine, or run it on its own loop, which a running loop forbids.
-        call = await_result if _is_coroutine_function(function) else self._call_in_thread
+        call = await_result if is_coroutine_function(function) else self._call_in_thread
         task = asyncio.ensure_future(call(partial(function, **arguments)))
         try:
             await self._wait(task, timeout)
@@ -126,12 +126,6 @@ async def await_result(call: Callable[[], object]) -> RewardResult:
         raise
     except BaseException as error:  # SystemExit too, which would end the loop
         return failure(error)
-
-
-def _is_coroutine_function(function: object) -> bool:
-    """Return whether calling a function only creates a coroutine, without running any code."""
-    inner = unwrap(function)
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
 def _settle(

@@ -1,12 +1,11 @@
 """Imports the reward function of a dotted path, and checks that it can be called."""
 
-import functools
 import inspect
 import sys
-from collections.abc import Iterator
 from operator import attrgetter
 from types import FunctionType
 
+from rlightning.callables import unwrap
 from rlightning.dotted_path import import_object
 from rlightning.errors import ConfigError
 from rlightning.rewards.calls import RewardCallable
@@ -40,30 +39,6 @@ def check_kind(function: object, name: str) -> RewardCallable:
     if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
         raise ConfigError(f"The reward '{name}' is a generator: it yields, and has to return a number.")
     return function
-
-
-def layers(function: object) -> Iterator[object]:
-    """Yield a function, and the functions inside a functools.partial, functools.wraps wrapper or callable object."""
-    while True:
-        yield function
-        if isinstance(function, functools.partial):
-            function = function.func
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        elif callable(function) and not inspect.isroutine(function) and not inspect.isclass(function):
-            function = type(function).__call__
-        else:
-            return
-
-
-def unwrap(function: object) -> object:
-    """Return the function or object inside nested functools.partial objects."""
-    return next(layer for layer in layers(function) if not isinstance(layer, functools.partial))
-
-
-def is_async(function: object) -> bool:
-    """Return whether calling a function eventually runs an ``async def``."""
-    return any(map(inspect.iscoroutinefunction, layers(function)))
 
 
 def _class_of(function: FunctionType) -> type | None:

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, overload
 
+from rlightning.callables import layers
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import VALUE_CHARACTERS, cut_line, cut_value
 from rlightning.rewards.calls import RewardCallable, RewardResult
-from rlightning.rewards.lookup import layers
 
 if TYPE_CHECKING:
     from rlightning.types import Prompt

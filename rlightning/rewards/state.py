@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from functools import partial
 from types import CodeType, FunctionType, NoneType
 
+from rlightning.callables import layers
 from rlightning.python_values import module_name
-from rlightning.rewards.lookup import layers
 from rlightning.rewards.sources import is_own_module
 
 _OF_LISTS = ("append", "clear", "extend", "insert", "pop", "remove", "sort")

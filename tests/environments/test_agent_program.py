@@ -34,6 +34,7 @@ def run_agent(
     [
         (my_agents.two_turns, {}, 2 / 8, 2),
         ("my_agents.two_turns", {}, 2 / 8, 2),
+        (my_agents.wrapped, {}, 2 / 8, 2),
         (my_agents.by_address, {"bonus": 0.5}, 3.5, 1),
         (my_agents.by_client, {}, None, 1),
     ],
