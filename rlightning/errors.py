@@ -4,6 +4,7 @@ import difflib
 import errno
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
+from types import FunctionType
 
 from rlightning.foreign_text import cut, cut_line, cut_value
 
@@ -141,7 +142,7 @@ def check_rules(rules: Mapping[str, bool]) -> None:
 def check_list(name: str, given: object) -> None:
     """Raise a ConfigError if the argument ``name``, which has to be a list, is a single item, such as a text."""
     if isinstance(given, str) or not isinstance(given, Iterable):
-        item = cut_value(given) if isinstance(given, str) else getattr(given, "__qualname__", cut_value(given))
+        item = given.__qualname__ if isinstance(given, type | FunctionType) else cut_value(given)
         way_out = "Leave it out, or write one" if given is None else f"Write [{item}]"
         raise ConfigError(f"{name}={item} must be a list. {way_out}.")
 

@@ -27,11 +27,10 @@ def check_outcome(outcome: object, place: str = "run()") -> Outcome:
         raise ValueError(f"{place} returned the status {cut_value(outcome.status)}, and there are: {statuses}.")
     if not isinstance(outcome.metrics, Mapping):
         raise TypeError(f"{place} returned the metrics {cut_value(outcome.metrics)}, and has to return a dict.")
-    for name in ("turn_rewards", "traces"):
-        value = getattr(outcome, name)
+    reward, turn_rewards, traces = outcome.reward, outcome.turn_rewards, outcome.traces
+    for name, value in (("turn_rewards", turn_rewards), ("traces", traces)):
         if value is not None and not isinstance(value, list | tuple):
             raise TypeError(f"{place} returned the {name} {cut_value(value)}, and has to return a list.")
-    reward, turn_rewards, traces = outcome.reward, outcome.turn_rewards, outcome.traces
     return replace(
         outcome,
         reward=reward if reward is None else _read_reward(reward, "reward", place),

@@ -291,8 +291,8 @@ class Tools(Environment):
 
 def find_status(error: BaseException) -> int | None:
     """Return the HTTP status of a server's answer that an HTTP library raised as an exception; None if it is none."""
-    response = getattr(error, "response", None)
-    values = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None))
+    places = (error, getattr(error, "response", None))
+    values = (getattr(place, name, None) for place in places for name in ("code", "status", "status_code"))
     return next((value for value in values if type(value) is int and 100 <= value < 600), None)
 
 
@@ -308,10 +308,10 @@ def find_tools(given: object, what: str) -> Iterator[Tool]:
     needed = [name for name in required if name != "prompt"]
     if needed:
         raise ConfigError(f"{what}: the class needs the argument '{needed[0]}'. It may take 'prompt', and no other.")
+    members = dict(inspect.getmembers(given, inspect.isroutine))
     names = dict.fromkeys(name for kind in reversed(given.__mro__[:-1]) for name in vars(kind))
     own = ("close", *SNAPSHOT_METHODS) if is_restorable(given) else ("close",)
-    public = [name for name in names if not name.startswith("_") and name not in own]
-    methods = [method for name in public if inspect.isroutine(method := getattr(given, name))]
+    methods = [members[name] for name in names if name in members and not name.startswith("_") and name not in own]
     if not methods:
         raise ConfigError(f"{what}: the class has no public methods, which would be its tools. Add one.")
     for method in methods:
@@ -320,11 +320,9 @@ def find_tools(given: object, what: str) -> Iterator[Tool]:
 
 def is_restorable(kind: type) -> bool:
     """Return whether a class has ``snapshot`` and ``restore`` for checkpoints, which are then not tools."""
-    methods = [getattr(kind, name, None) for name in SNAPSHOT_METHODS]
-    if not all(map(inspect.isroutine, methods)):
-        return False
-    parameters = [list(inspect.signature(method).parameters)[1:] for method in methods if method is not None]
-    return parameters == [[], ["state"]]
+    members = dict(inspect.getmembers(kind, inspect.isroutine))
+    methods = [members[name] for name in SNAPSHOT_METHODS if name in members]
+    return [list(inspect.signature(method).parameters)[1:] for method in methods] == [[], ["state"]]
 
 
 def write_result(result: object) -> str:

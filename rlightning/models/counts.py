@@ -161,7 +161,7 @@ def _read_layers(config: PreTrainedConfig, name: str) -> Iterator[int | None]:
     try:
         value = read_setting(config, name)
     except RuntimeError:  # raised by transformers if layers have different configs
-        yield from (getattr(layer, name, None) for layer in read_setting(config, "per_layer_config"))
+        yield from (read_setting(layer, name) for layer in read_setting(config, "per_layer_config"))
         return
     yield from value if isinstance(value, (list, tuple)) else (value,)
 

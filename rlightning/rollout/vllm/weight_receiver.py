@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -197,7 +198,8 @@ class ReadWeights(TorchFunctionMode):
     ) -> object:
         """Record the tensors that ``func`` reads; access to a property such as the shape does not count."""
         kwargs = kwargs or {}
-        if self._is_recording and getattr(func, "__name__", "") != "__get__":
+        is_property = isinstance(func, MethodWrapperType) and func.__name__ == "__get__"
+        if self._is_recording and not is_property:
             self._read |= {tensor.data_ptr() for tensor in _tensors((args, kwargs.values())) if tensor.numel()}
         return func(*args, **kwargs)
 

@@ -83,8 +83,10 @@ class RendezvousServer:
         return rpc.Server(listener, key, self._serve, max_clients=size)
 
     async def _serve(self, end: socket.socket, client: str) -> None:
-        operations = ("set", "get", "check", "add", "delete_key")  # that answer at once; clients poll for the others
-        methods = {name: partial(_answer, getattr(self.store, name)) for name in operations}
+        store = self.store
+        # These answer at once; clients poll for the others.
+        operations = (store.set, store.get, store.check, store.add, store.delete_key)
+        methods = {operation.__name__: partial(_answer, operation) for operation in operations}
         peer = await rpc.Peer.open(end, methods, name=client, heartbeat_timeout=float("inf"))
         try:
             await asyncio.wait([peer.closed])
