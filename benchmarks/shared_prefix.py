@@ -50,12 +50,12 @@ def measure(arguments: Any, module: Any, case: str, *, is_shared: bool) -> dict[
 
     def run() -> int:
         computed = 0
-        for sequences in module.split_microbatches(batch, arguments.microbatch_tokens):
-            microbatch = module.to_microbatch(batch, sequences)
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            for sequences in module.split_microbatches(batch, arguments.microbatch_tokens):
+                microbatch = module.to_microbatch(batch, sequences)
                 logprobs, _ = packed_logprobs(module.loaded_actor, microbatch)
-            logprobs.mean().backward()
-            computed += microbatch.num_tokens if microbatch.shared is None else microbatch.shared.unique.numel()
+                logprobs.mean().backward()
+                computed += microbatch.num_tokens if microbatch.shared is None else microbatch.shared.unique.numel()
         synchronize(device)
         module.loaded_actor.zero_grad()
         return computed

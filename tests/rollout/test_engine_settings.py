@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from engine_models import configure_engine
 from tiny_models import tiny_config
+from vllm.config import CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
 
 from rlightning.errors import ConfigError
 from rlightning.rollout.vllm.arguments import argument_names
@@ -26,11 +28,18 @@ def test_the_reference_work_on_a_gpu() -> None:
     assert settings["max_num_seqs"] == 512
     # All prompts and a block for each other sample would be 64 x 256 + 448 x 16 = 23,552 tokens.
     assert settings["max_num_batched_tokens"] == 8192
-    # As vLLM would, for 512: 3 and 31 sizes up to 248, and 17 up to 512. Then 8 for steps in which turns begin.
+    # As vLLM would, for 512: 3 and 31 sizes up to 248, and 17 up to 512. Then 22 for steps in which turns begin.
     sizes = settings["cudagraph_capture_sizes"]
-    assert sizes == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(544, 769, 32)]
-    assert len(sizes) == 51 + 8
+    assert sizes == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(544, 769, 32), *range(896, 2561, 128)]
+    assert len(sizes) == 51 + 8 + 14
     assert set(settings) <= argument_names()
+
+
+def test_steps_in_which_turns_begin_are_one_cuda_graph() -> None:
+    arguments: Any = {"model": "unread", **derive_settings(GSM8K, {}, is_cuda=True)}
+    graphs = EngineArgs(**arguments).compilation_config
+    assert graphs.cudagraph_mode.mixed_mode() is CUDAGraphMode.FULL
+    assert "compilation_config" not in derive_settings(GSM8K, {}, is_cuda=False)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +74,7 @@ def test_graphs_are_captured_for_what_can_come() -> None:
     assert capture_sizes(10, 10) == [1, 2, 4, 8, 10]
     assert capture_sizes(128, 128)[-3:] == [112, 120, 128]
     assert capture_sizes(300, 300)[-4:] == [256, 272, 288, 300]
-    assert capture_sizes(10, 2048) == [1, 2, 4, 8, *range(10, 267, 32)]
+    assert capture_sizes(10, 2048) == [1, 2, 4, 8, *range(10, 267, 32), *range(394, 2048, 128)]
     assert capture_sizes(256, 300)[-3:] == [248, 256, 288]
     largest = capture_sizes(1024, 1024)
     assert largest[-3:] == [960, 992, 1024] and len(largest) == 51 + 16
@@ -83,7 +92,7 @@ def test_given_settings_stay_and_others_fit_them() -> None:
         assert settings["max_num_seqs"] == settings["max_num_batched_tokens"] == tokens
     for name in ("max_cudagraph_capture_size", "compilation_config", "enforce_eager", "cudagraph_capture_sizes"):
         settings = derive_settings(GSM8K, {name: 1}, is_cuda=True)
-        assert settings.get("cudagraph_capture_sizes", 1) == 1
+        assert settings.get("cudagraph_capture_sizes", 1) == settings.get("compilation_config", 1) == 1
 
 
 @pytest.mark.parametrize(

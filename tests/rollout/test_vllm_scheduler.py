@@ -25,8 +25,10 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from rlightning.rollout.vllm import scheduler
 from rlightning.rollout.vllm.adapters import adapter_request
 from rlightning.rollout.vllm.scheduler import (
+    STEPS_TO_GATHER,
     TOKENS_AT_ONCE,
     DeferredSequences,
     is_tested,
@@ -255,7 +257,10 @@ def run_full_cache(folder: str, make: Any, *, is_ahead: bool, seed: int) -> Core
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_schedule_with_full_cache_is_vllms_and_most_are_deferred(folder: str, is_ahead: bool) -> None:
+def test_schedule_with_full_cache_is_vllms_and_most_are_deferred(
+    folder: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "STEPS_TO_GATHER", 1)  # requests begin as they come
     num_preempted, shares = 0, list[float]()
     for seed in range(5):
         own = run_full_cache(folder, make_scheduler, is_ahead=is_ahead, seed=seed)
@@ -393,3 +398,41 @@ def test_a_canary_goes_before_what_waits(folder: str, is_ahead: bool) -> None:
     begun = list(dict.fromkeys(name for scheduled, *_ in core.steps for name in scheduled))
     assert begun == [*(str(number) for number in range(12)), "canary", *(str(number) for number in range(12, 20))]
     assert len(core.reasons) == 21
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_canary_beside_many_sequences_begins_at_once(folder: str, is_ahead: bool) -> None:
+    core, hasher = make_core(folder, make_scheduler, 2000, 2048, is_ahead=is_ahead, max_num_seqs=200)
+    running = [make_request(str(number), hasher, 60, number) for number in range(100)]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
+    canary = Request("canary", list(range(32)), sampling_params=params, pooling_params=None, block_hasher=hasher)
+    core.run({0: running, 3: [canary]}, {}, is_ahead=is_ahead)
+    assert next(step for step, (scheduled, *_) in enumerate(core.steps) if "canary" in scheduled) == 3
+
+
+def run_turns(folder: str, num_running: int, *, is_ahead: bool) -> tuple[Core, dict[str, int]]:
+    """Forty requests that come one a step while others run; of each the steps for which it has waited."""
+    core, hasher = make_core(folder, make_scheduler, 2000, 2048, is_ahead=is_ahead, max_num_seqs=200)
+    arrivals = {0: [make_request(f"running {n}", hasher, 120, n) for n in range(num_running)]}
+    arrivals |= {5 + n: [make_request(str(n), hasher, 6, n)] for n in range(40)}
+    core.run(arrivals, {}, is_ahead=is_ahead)
+    begun: dict[str, int] = {}
+    for step, (scheduled, *_) in enumerate(core.steps):
+        begun |= dict.fromkeys(scheduled.keys() - begun.keys(), step)
+    return core, {str(n): begun[str(n)] - 5 - n for n in range(40)}
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_turns_beside_many_sequences_begin_together(folder: str, is_ahead: bool) -> None:
+    core, waited = run_turns(folder, 100, is_ahead=is_ahead)
+    assert max(waited.values()) == STEPS_TO_GATHER - 1
+    assert len({5 + int(name) + steps for name, steps in waited.items()}) == 40 // STEPS_TO_GATHER
+    assert len(core.reasons) == 140
+    alone = run_turns(folder, 0, is_ahead=is_ahead)[0]
+    assert all(core.tokens[name] == alone.tokens[name] for name in waited)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_turns_beside_few_sequences_begin_at_once(folder: str, is_ahead: bool) -> None:
+    _, waited = run_turns(folder, 8, is_ahead=is_ahead)
+    assert set(waited.values()) == {0}

@@ -5,7 +5,8 @@ than the GPU's part of the step (docs/performance.md), mostly without need: a se
 which the sampled token does not end, needs only one more token. Such sequences are deferred: their tokens are written
 into arrays, for all sequences together. A sequence is returned to vLLM's code, with its tokens, when its state may
 change: its block is full, it ends, it is aborted or paused, or vLLM may preempt it. The schedule and the blocks are
-the same as vLLM's.
+the same as vLLM's, but for one thing: requests that come while many sequences run, as turns of agents do, begin
+together, in one of every few steps (:data:`STEPS_TO_GATHER`).
 
 Tokens of a sequence that is read only at its end are sent to the client process :data:`TOKENS_AT_ONCE` at a time; all
 of them before a pause begins.
@@ -43,6 +44,10 @@ TOKENS_AT_ONCE = 32
 """Tokens of a sequence in a message: few enough that little is left to send when all sequences end at once."""
 TESTED_VERSIONS = "0.24.", "0.32."
 """Versions of vLLM with whose schedulers deferring sequences is tested."""
+STEPS_TO_GATHER = 4
+"""In how many steps at most requests begin that have come while many others run, so that several begin in one step."""
+RUNNING_PER_WAITING = 16
+"""Up to so many running sequences for each waiting request, requests begin at once."""
 MOST_IN_FLIGHT = 2
 """Maximum number of steps that vLLM has scheduled and not yet processed, without pipeline parallelism."""
 
@@ -201,7 +206,9 @@ class RolloutScheduler(Scheduler):
         self.deferred = DeferredSequences(self.max_num_running_reqs, self.block_size)
         self.unsent: dict[str, Tokens] = {}
         self._is_paused = False
-        limits = "max_num_running_reqs", "max_num_active_reqs", "max_num_scheduled_tokens"
+        self._steps_gathered = 0
+        # The first is the number of running requests up to which vLLM lets further ones begin.
+        limits = "max_num_active_reqs", "max_num_running_reqs", "max_num_scheduled_tokens"
         self._limits = [name for name in limits if hasattr(self, name)]
         self._may_defer = self._is_plain()
         further = "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask"  # outputs of a token
@@ -226,10 +233,22 @@ class RolloutScheduler(Scheduler):
         if params is not None and params.prompt_logprobs is not None and request in self.waiting:
             self.waiting.remove_request(request)
             self.waiting.prepend_request(request)
+            self._steps_gathered = STEPS_TO_GATHER
+
+    def _is_gathering(self) -> bool:
+        """Whether waiting requests do not begin in this step, but in a later one together with others.
+
+        A step in which requests begin takes longer, by a part that does not grow with their number.
+        """
+        num_running, num_waiting = self.get_request_counts()
+        is_gathering = 0 < num_waiting * RUNNING_PER_WAITING < num_running and self._steps_gathered < STEPS_TO_GATHER - 1
+        self._steps_gathered = self._steps_gathered + 1 if is_gathering else 0
+        return is_gathering
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Return the requests that run in the next step."""
         deferred = self.deferred
+        is_gathering = self._may_defer and self._is_gathering()
         self._wake(deferred.due())
         awake = [request for request in self.running if request.request_id not in deferred.rows]
         num_missing = len(deferred.rows) if throttle_prefills else self._num_missing_blocks(awake)
@@ -238,9 +257,13 @@ class RolloutScheduler(Scheduler):
             awake = [request for request in self.running if request.request_id not in deferred.rows]
         running, num_awake, num_deferred = self.running, len(awake), len(deferred.rows)
         self.running = awake
-        self._lower_limits(num_deferred)
+        limits = {name: getattr(self, name) for name in self._limits}
+        lowered = {name: limit - num_deferred for name, limit in limits.items()}  # each of these takes one token
+        if is_gathering:
+            lowered[self._limits[0]] = num_awake
+        vars(self).update(lowered)
         output = super().schedule(throttle_prefills)
-        self._lower_limits(-num_deferred)
+        vars(self).update(limits)
         begun = [request for request in self.running if output.num_scheduled_tokens.get(request.request_id) == 1]
         if num_deferred:
             if len(self.running) < num_awake:  # some were preempted; then vLLM admits no other request
@@ -260,11 +283,6 @@ class RolloutScheduler(Scheduler):
         output.num_scheduled_tokens = {name: scheduled[name] for name in names if name in scheduled}  # in this order
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids |= self.deferred.rows.keys()
-
-    def _lower_limits(self, number: int) -> None:
-        """Reduce the limits of a step by ``number`` sequences of one token each."""
-        for name in self._limits:
-            setattr(self, name, getattr(self, name) - number)
 
     def _num_missing_blocks(self, awake: list[Request]) -> int:
         """Return how many more blocks than are free these requests may need in the next step; deferred ones need none.

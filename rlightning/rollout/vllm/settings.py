@@ -16,9 +16,14 @@ LEAST_BATCHED_TOKENS = 2048
 """vLLM's default of ``max_num_batched_tokens`` for an engine that is not its API server."""
 MOST_BATCHED_TOKENS = 8192
 """Maximum tokens of a prefill batch, vLLM's default: enough to keep any GPU busy."""
-PROMPT_TOKENS_IN_GRAPHS = 256
+PROMPT_TOKENS_IN_GRAPHS = 2048
 """Tokens of new turns or prompts, beside the maximum number of sequences, for which CUDA graphs are captured. A larger
-step runs without graphs: with 256 sequences of four turns, generation took 1.5 times as long (docs/performance.md)."""
+step launches each kernel by itself: with 256 sequences of four turns, generation took 1.5 times as long
+(docs/performance.md)."""
+GRAPH_MODE = "FULL"
+"""vLLM's ``cudagraph_mode``: a step in which turns begin is one CUDA graph too, and not one between each two calls of
+attention. vLLM falls back to those where an attention kernel cannot be captured with such steps (docs/performance.md).
+"""
 BLOCK_TOKENS = 16
 """Tokens of a KV cache block, vLLM's default on CUDA. Samples of a prompt share all of its blocks but the last."""
 CPU_GAPS = {"apertus": 0.01, "ernie4_5_moe": 0.6}
@@ -66,6 +71,7 @@ def derive_settings(work: RolloutWork, given: EngineArguments, *, is_cuda: bool)
     if is_cuda and not GRAPH_ARGUMENTS & given.keys():
         tokens = int(given.get("max_num_batched_tokens") or derived["max_num_batched_tokens"])
         derived["cudagraph_capture_sizes"] = capture_sizes(num_seqs, tokens)
+        derived["compilation_config"] = {"cudagraph_mode": GRAPH_MODE}
     return derived | given
 
 
@@ -141,5 +147,5 @@ def capture_sizes(num_seqs: int, num_tokens: int) -> list[int]:
         Sizes in ascending order, up to ``num_seqs + PROMPT_TOKENS_IN_GRAPHS``, but at most ``num_tokens``.
     """
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, num_seqs, 32)]
-    mixed = range(num_seqs, min(num_seqs + PROMPT_TOKENS_IN_GRAPHS, num_tokens) + 1, 32)
-    return [size for size in sizes if size < num_seqs] + [*mixed]
+    mixed = [*range(0, 256, 32), *range(256, PROMPT_TOKENS_IN_GRAPHS + 1, 128)]
+    return [size for size in sizes if size < num_seqs] + [num_seqs + n for n in mixed if num_seqs + n <= num_tokens]
