@@ -241,7 +241,8 @@ class RolloutScheduler(Scheduler):
         A step in which requests begin takes longer, by a part that does not grow with their number.
         """
         num_running, num_waiting = self.get_request_counts()
-        is_gathering = 0 < num_waiting * RUNNING_PER_WAITING < num_running and self._steps_gathered < STEPS_TO_GATHER - 1
+        are_few = 0 < num_waiting * RUNNING_PER_WAITING < num_running
+        is_gathering = are_few and self._steps_gathered < STEPS_TO_GATHER - 1
         self._steps_gathered = self._steps_gathered + 1 if is_gathering else 0
         return is_gathering
 
