@@ -44,7 +44,6 @@ def compared(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -
     moe: dict[str, Any] = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     cases["converted"] = [save_tiny("qwen3_moe", folder / "moe", **moe), FSDP, {}]
     cases["compiled"] = [cases["qwen3"][0], FSDP, COMPILED]
-    cases["tensor compiled"] = [cases["qwen3"][0], TENSOR, COMPILED]
     cases["in parts"] = [save_in_parts(folder / "parts"), FSDP, {}]
     cases["missing"] = [save_changed(folder / "missing", "model.norm.weight", None), FSDP, {}]
     cases["own head"] = [
@@ -80,7 +79,7 @@ def save_changed(folder: Path, name: str, weight: torch.Tensor | None, **config:
     return str(folder)
 
 
-CASES = [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts", "compiled", "tensor compiled"]
+CASES = [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts", "compiled"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -90,15 +89,16 @@ def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_compiled_shards_of_heads_in_one_matrix_are_the_whole_model(tmp_path: Path) -> None:
+def test_compiled_tensor_parallel_shards_are_the_whole_model(tmp_path: Path) -> None:
     routed = save_tiny("glm4_moe", tmp_path / "routed", head_dim=8)
-    cases = [[save_tiny("phi3", tmp_path / "phi3"), TENSOR, COMPILED]]
-    by_rank = finish(start_calls(compare_all, 2, tmp_path, cases, routed))
-    check_whole([rank["results"][0] for rank in by_rank])
+    kinds = ("qwen3", "phi3")
+    cases = [[save_tiny(kind, tmp_path / kind, **MODELS[kind]), TENSOR, COMPILED] for kind in kinds]
+    for rank in finish(start_calls(compare_all, 2, tmp_path, cases, routed)):
+        check_whole(rank["results"])
 
 
-def check_whole(by_rank: list[dict[str, Any]]) -> None:
-    for found in by_rank:
+def check_whole(compared: list[dict[str, Any]]) -> None:
+    for found in compared:
         assert found["names"] and found["weights"] and found["buffers"] and found["shards after no_grad"]
         assert found["logits"] < 1e-5
         assert found["logprobs"] < 1e-5
