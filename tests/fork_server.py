@@ -234,6 +234,11 @@ def install() -> None:
     BaseProcess.start = _start_process  # type: ignore[method-assign]
 
 
+def uninstall() -> None:
+    """Have ``subprocess.Popen`` start interpreters again, for programs that outlive this process."""
+    subprocess.Popen._execute_child = _exec_child  # type: ignore[attr-defined]
+
+
 def _start_process(self: BaseProcess) -> None:
     global num_started
     num_started += 1

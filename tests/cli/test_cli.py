@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,17 +25,35 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class PlainRun:
+    """A run without options but for its learning rate.
+
+    Attributes:
+        folder: its own, in which a test may go on.
+        left: a copy, as the run has left it.
+        shown: what it wrote to both streams.
+    """
+
+    folder: Path
+    left: Path
+    stderr: str
+    shown: str
+
+
 @pytest.fixture(scope="module")
-def plain_run(project: Path) -> "subprocess.CompletedProcess[str]":
-    """A run in the folder ``again``."""
-    return fit(project, "--trainer.default_root_dir", "again")
-
-
-def test_a_run_leaves_its_configuration_metrics_and_checkpoints(tmp_path: Path) -> None:
-    project = tmp_path
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> PlainRun:
+    project = tmp_path_factory.mktemp("plain")
     make_project(project)
-    fit(project, "--model.lr", "2e-3")
-    [run] = (project / "runs").iterdir()
+    done = fit(project, "--model.lr", "2e-3")
+    [folder] = (project / "runs").iterdir()
+    left = tmp_path_factory.mktemp("left") / folder.name
+    shutil.copytree(folder, left, symlinks=True)
+    return PlainRun(folder, left, done.stderr, done.stderr + done.stdout)
+
+
+def test_a_run_leaves_its_configuration_metrics_and_checkpoints(plain_run: PlainRun) -> None:
+    run = plain_run.left
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["model"]["init_args"]["lr"] == 2e-3
     assert config["trainer"]["default_root_dir"] == f"runs/{run.name}"
@@ -46,12 +66,12 @@ def test_a_run_leaves_its_configuration_metrics_and_checkpoints(tmp_path: Path) 
     assert sorted(path.name for path in kept.parent.iterdir()) == sorted([kept.name, last.name])
 
 
-def test_a_run_shows_nothing_but_itself(plain_run: "subprocess.CompletedProcess[str]") -> None:
+def test_a_run_shows_nothing_but_itself(plain_run: PlainRun) -> None:
     for noise in ("Tip", "Warning", "warn", "litlogger", "Deprecat"):
-        assert noise not in plain_run.stderr + plain_run.stdout
+        assert noise not in plain_run.shown
 
 
-def test_start_of_a_run_is_one_block(plain_run: "subprocess.CompletedProcess[str]") -> None:
+def test_start_of_a_run_is_one_block(plain_run: PlainRun) -> None:
     lines = plain_run.stderr.splitlines()
     rows = [line.split()[0] for line in lines if re.match(r"\w+ +\S", line)]
     assert [row for row in rows if row in ("model", "layout", "batch", "engine", "writes")] == [
@@ -59,7 +79,7 @@ def test_start_of_a_run_is_one_block(plain_run: "subprocess.CompletedProcess[str
     ]
     assert len(lines) < 20, plain_run.stderr
     for noise in ("GPU available", "Seed set to", "Trainable params", "stopped:", "checkpoint callback"):
-        assert noise not in plain_run.stderr + plain_run.stdout
+        assert noise not in plain_run.shown
 
 
 def test_mistake_in_the_data_leaves_no_run_at_wandb(project: Path) -> None:
@@ -78,18 +98,18 @@ def test_mistake_in_the_data_leaves_no_run_at_wandb(project: Path) -> None:
     assert not (project / "unlogged" / "wandb").exists()
 
 
-def test_a_folder_holds_one_run_unless_it_is_continued(
-    project: Path, plain_run: "subprocess.CompletedProcess[str]"
-) -> None:
-    second = fit(project, "--trainer.default_root_dir", "again", exit_code=2)
+def test_a_folder_holds_one_run_unless_it_is_continued(plain_run: PlainRun) -> None:
+    folder = plain_run.folder
+    project = folder.parent.parent
+    second = fit(project, "--trainer.default_root_dir", f"runs/{folder.name}", exit_code=2)
     assert "--ckpt_path last" in second.stderr.strip().splitlines()[-1]
-    saved = ["fit", "--config", "again/config.yaml"]
+    saved = ["fit", "--config", f"runs/{folder.name}/config.yaml"]
     continued = rlightning(project, *saved, "--ckpt_path", "last", "--trainer.max_steps", "5")
     assert continued.returncode == 0, continued.stderr
-    assert yaml.safe_load((project / "again/config.yaml").read_text())["trainer"]["max_steps"] == 3
-    assert yaml.safe_load((project / "again/config-2.yaml").read_text())["trainer"]["max_steps"] == 5
-    last = logged_steps(project / "again/metrics/version_0")[-1]
-    assert logged_steps(project / "again/metrics/version_1") == [last + 1, last + 2]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["max_steps"] == 3
+    assert yaml.safe_load((folder / "config-2.yaml").read_text())["trainer"]["max_steps"] == 5
+    last = logged_steps(folder / "metrics/version_0")[-1]
+    assert logged_steps(folder / "metrics/version_1") == [last + 1, last + 2]
 
 
 def test_a_listed_checkpoint_callback_saves_into_the_runs_folder(project: Path) -> None:

@@ -177,8 +177,14 @@ def test_keys_of_a_command_are_the_parsers(command: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_option", [True, False], ids=["option", "file"])
-@pytest.mark.parametrize("kind", [rlightning.algorithms.DAPO, PromptDataModule, VLLMRollout, Trainer])
+@pytest.mark.parametrize(
+    ("kind", "is_option"),
+    [
+        *((kind, True) for kind in (rlightning.algorithms.DAPO, PromptDataModule, VLLMRollout, Trainer)),
+        *((kind, False) for kind in (PromptDataModule, VLLMRollout)),
+        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in (rlightning.algorithms.DAPO, Trainer)),
+    ],
+)
 def test_values_are_refused_where_the_parser_refuses_them(kind: Any, is_option: bool) -> None:
     found = parameters_of_source(kind_path(kind))
     names = {repr(hint): name for name, hint in found.items() if hint is not None}.values()  # one for each type

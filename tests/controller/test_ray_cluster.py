@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import ray
 from cli_project import environment, make_project
-from fork_server import START_BY_EXEC
 from waiting import still_running, wait_for
 
 from rlightning.controller import RayController
@@ -204,6 +203,8 @@ RAY_RUN = """
 import itertools, os, signal, sys
 from rlightning.controller import cluster
 import ray
+if "killed" in sys.argv and (server := sys.modules.get("fork_server")):
+    server.uninstall()  # Ray's processes would need this one
 assert cluster.join_cluster(None, {"num_cpus": 1, "object_store_memory": 100 << 20})
 [node] = cluster._own_nodes.values()
 print(ray._private.worker.global_worker.node.get_session_dir_path(), node.reaper.pid, node.raylet, flush=True)
@@ -215,11 +216,11 @@ if "killed" in sys.argv:
 """
 
 
-def run_ray(folder: Path, *arguments: str, exit_code: int, **variables: str) -> tuple[Path, int, int]:
+def run_ray(folder: Path, *arguments: str, exit_code: int) -> tuple[Path, int, int]:
     """The folder of a process's own cluster, and its reaper and raylet; ``errors.txt`` gets what all of them say."""
     script = folder / "run.py"
     script.write_text(RAY_RUN)
-    environ = {**environment(), "TMPDIR": "/tmp", **variables}
+    environ = {**environment(), "TMPDIR": "/tmp"}
     with (folder / "errors.txt").open("w") as errors:
         command = [sys.executable, str(script), *arguments]
         done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True, check=False)
@@ -232,8 +233,7 @@ def run_ray(folder: Path, *arguments: str, exit_code: int, **variables: str) -> 
 def test_what_a_killed_raylet_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that Ray's own threads have ended: the reaper says why, and the next run removes Ray's folder."""
     monkeypatch.delenv("RAY_TMPDIR")
-    # No fork server, which needs the controller.
-    left, reaper, raylet = run_ray(tmp_path, "killed", exit_code=1, **{START_BY_EXEC: "1"})
+    left, reaper, raylet = run_ray(tmp_path, "killed", exit_code=1)
     os.kill(reaper, signal.SIGCONT)  # finds both ended
     assert still_running([reaper]) == []
     line = f"error: The run's Ray cluster has ended: its raylet (process {raylet} on this machine) was killed"

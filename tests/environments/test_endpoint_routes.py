@@ -3,7 +3,6 @@
 import asyncio
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -179,6 +178,8 @@ def test_stop_string_of_the_client_is_read_once() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_anthropic_sdk_with_tools_is_one_branch(stream: bool) -> None:
+    import anthropic  # which takes 2 seconds
+
     policy, _, tokenizer = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.")
 
     async def talk() -> None:
@@ -214,6 +215,8 @@ def test_anthropic_sdk_with_tools_is_one_branch(stream: bool) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("is_beta", [False, True])
 def test_count_of_tokens_is_that_of_the_prompt(is_beta: bool) -> None:
+    import anthropic  # which takes 2 seconds
+
     policy, sampler, _ = make(f"<think>\nhm\n</think>\n\nLet me.\n{CALL}", "It is 3.", "Yes.")
 
     async def talk() -> None:

@@ -26,7 +26,8 @@ AS_INDUCTOR = aot_autograd(
     decompositions=select_decomp_table(),
 )
 """What decides about activations as inductor does, and compiles nothing."""
-OTHER_KINDS = ("glm4_moe", "solar_open", "exaone_moe", "opt", "gpt2")
+OTHER_KINDS = ("glm4_moe", "gpt2")
+MORE_KINDS = ("solar_open", "exaone_moe", "opt")
 
 
 @pytest.mark.long
@@ -170,6 +171,7 @@ def test_other_architectures_run_without_values(kind: str, settings: dict[str, A
         *((kind, False) for kind in ("qwen3_moe", *OTHER_KINDS)),
         ("qwen3_moe", True),
         *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in OTHER_KINDS),
+        *(pytest.param(kind, way, marks=pytest.mark.slow) for way in (False, True) for kind in MORE_KINDS),
     ],
 )
 def test_experts_and_layers_of_other_kinds_run_without_values(kind: str, is_compiled: bool) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned import COLOCATED, FSDP_ALONE, LARGE, SMALL, TWO_PROMPTS, colocated
+from planned import COLOCATED, FSDP_ALONE, LARGE, SMALL, TRACED_IN_ONE_WAY, TWO_PROMPTS, colocated
 from tiny import save_model
 
 from rlightning.callbacks import VLLMRollout
@@ -101,14 +101,17 @@ def test_an_engine_has_room_for_the_adapter() -> None:
 
 
 @pytest.mark.long
-def test_plan_reads_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [TRACED_IN_ONE_WAY, pytest.param([], marks=pytest.mark.slow)], ids=["one way", "all ways"]
+)
+def test_plan_reads_the_adapter(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model(tmp_path / "model", hidden_size=256, num_hidden_layers=4)
     (tmp_path / "run.yaml").write_text(RUN)
     monkeypatch.chdir(tmp_path)
     work = parse_work(["fit", "--config", "run.yaml"])
     assert work.adapter is not None and work.adapter.rank == 4
     assert work.others == () and work.is_own_reference
-    text = plan(["--config", "run.yaml", "--device-memory", "80GB"])
+    text = plan(["--config", "run.yaml", "--device-memory", "80GB", *options])
     assert "frozen models" in text
     apart = parse_work(["fit", "--config", "run.yaml", "--model.reference_model", "model", "--model.adapter", "null"])
     assert [role.name for role in apart.others] == ["reference"]

@@ -223,6 +223,7 @@ def test_of_a_remote_engine_there_is_the_bucket() -> None:
     assert "gpu_memory_utilization" not in format_plan(remote)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_readmes_run_on_an_h100_is_within_10_percent() -> None:
     """Of docs/measurements.md, "Real sizes with the README's keys": 1.7B, no layer checkpointed."""

@@ -89,7 +89,7 @@ def test_layer_kind_compiles_once_per_gradient_mode(name: str, kinds: int, tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("has_flash_attention", [False, True])
+@pytest.mark.parametrize("has_flash_attention", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_packed_kernels_are_compiled_once(
     has_flash_attention: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +107,8 @@ def test_packed_kernels_are_compiled_once(
 
 
 @pytest.mark.long
-def test_segments_of_any_depth_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_compile_once_with_and_once_without_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the segments' depths."""
     folder = save_tiny("qwen3", tmp_path, head_dim=8)
     alone, once = (load_policy(folder) for _ in range(2))
     run_kernels_on_cpu(monkeypatch)
@@ -126,19 +127,11 @@ def test_segments_of_any_depth_are_compiled_once(tmp_path: Path, monkeypatch: py
         ]
         torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
     assert count_graphs() == 1 and not counters["graph_break"]
-
-
-@pytest.mark.long
-def test_layers_compile_once_with_and_once_without_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that updates may alternate."""
-    policy = load_policy(save_tiny("qwen3", tmp_path, head_dim=8))
-    run_kernels_on_cpu(monkeypatch)
-    compile_layers(policy)
-    for length, is_shared in enumerate([False, True, False, True, True, False], start=5):
+    for length, is_shared in enumerate([False, True, False, True, True, False], start=5):  # updates may alternate
         batch = RolloutBatch.of_sequences([[*range(3, length), *[30 + n] * length] for n in range(3)])
         if is_shared:
             batch.shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
-        packed_logprobs(policy, batch)[0].sum().backward()
+        packed_logprobs(once, batch)[0].sum().backward()
     assert count_graphs() == 2 and not counters["graph_break"]
 
 

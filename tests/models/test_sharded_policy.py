@@ -19,6 +19,8 @@ from rlightning.models.policy import remove_dropout
 from rlightning.models.tensor_parallel import check_tensor_parallel, plan_styles
 
 FSDP, TENSOR = [1, 2, 1], [1, 1, 2]
+COMPILED = {"gradient_checkpointing": True, "compiles_layers": True}
+"""Takes a rank 6 to 10 seconds."""
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True, "vocab_size": 41},
     "llama": {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
@@ -41,10 +43,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -
         cases[f"{kind} tensor"] = [model, TENSOR, {"gradient_checkpointing": kind == "llama"}]
     moe: dict[str, Any] = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     cases["converted"] = [save_tiny("qwen3_moe", folder / "moe", **moe), FSDP, {}]
-    compiled = {"gradient_checkpointing": True, "compiles_layers": True}
-    cases["compiled"] = [cases["qwen3"][0], FSDP, compiled]
-    for kind in ("qwen3", "phi3"):
-        cases[f"{kind} tensor compiled"] = [cases[kind][0], TENSOR, compiled]
+    cases["compiled"] = [cases["qwen3"][0], FSDP, COMPILED]
     cases["in parts"] = [save_in_parts(folder / "parts"), FSDP, {}]
     cases["missing"] = [save_changed(folder / "missing", "model.norm.weight", None), FSDP, {}]
     cases["own head"] = [
@@ -80,12 +79,26 @@ def save_changed(folder: Path, name: str, weight: torch.Tensor | None, **config:
     return str(folder)
 
 
-COMPILED = ["compiled", "qwen3 tensor compiled", "phi3 tensor compiled"]
+CASES = [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts", "compiled"]
 
 
-@pytest.mark.parametrize("name", [*MODELS, *[f"{kind} tensor" for kind in MODELS], "converted", "in parts", *COMPILED])
+@pytest.mark.parametrize("name", CASES)
 def test_shards_are_the_whole_model(name: str, compared: dict[str, Any]) -> None:
-    for found in compared[name]:
+    check_whole(compared[name])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_compiled_tensor_parallel_shards_are_the_whole_model(tmp_path: Path) -> None:
+    routed = save_tiny("glm4_moe", tmp_path / "routed", head_dim=8)
+    kinds = ("qwen3", "phi3")
+    cases = [[save_tiny(kind, tmp_path / kind, **MODELS[kind]), TENSOR, COMPILED] for kind in kinds]
+    for rank in finish(start_calls(compare_all, 2, tmp_path, cases, routed)):
+        check_whole(rank["results"])
+
+
+def check_whole(compared: list[dict[str, Any]]) -> None:
+    for found in compared:
         assert found["names"] and found["weights"] and found["buffers"] and found["shards after no_grad"]
         assert found["logits"] < 1e-5
         assert found["logprobs"] < 1e-5

@@ -186,7 +186,9 @@ def ranks(kind: str | None) -> dict[str, Any]:
     return {"plugins": [AtomicCheckpointIO()]} if kind is None else {"devices": 2, "strategy": strategies[kind]()}
 
 
-def train_runs(folder: Path, model: str, seed: int = 0, kind: str | None = None, **kept: Path) -> dict[str, Any]:
+def train_runs(
+    folder: Path, model: str, seed: int = 0, kind: str | None = None, *, begins: bool = True, **kept: Path
+) -> dict[str, Any]:
     """A whole run, and some that go on after the second of three steps; of each what it and its optimizer hold.
 
     Args:
@@ -194,11 +196,13 @@ def train_runs(folder: Path, model: str, seed: int = 0, kind: str | None = None,
         model: a folder.
         seed: what is beside the actor begins with.
         kind: of two ranks, or None.
+        begins: whether there are the whole run, ``first`` and ``second``, too.
         kept: checkpoints to go on from, by the name of the run.
     """
     results = {}
-    kept = {"second": folder / "first.ckpt"} | kept
-    for name, options in each_run({"whole": {}, "first": {"steps": STEPS - 1}, **{name: {} for name in kept}}):
+    runs: dict[str, dict[str, Any]] = {"whole": {}, "first": {"steps": STEPS - 1}} if begins else {}
+    kept = ({"second": folder / "first.ckpt"} if begins else {}) | kept
+    for name, options in each_run(runs | {name: {} for name in kept}):
         (folder / name).mkdir(exist_ok=True)
         torch.manual_seed(seed)
         module = make("CriticGRPO", model)
@@ -215,11 +219,24 @@ def train_runs(folder: Path, model: str, seed: int = 0, kind: str | None = None,
     return results
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``one`` has the checkpoint of one process."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "one").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, model_folder: str) -> dict[str, Any]:
+    """One process."""
+    return train_runs(folder / "one", model_folder)
+
+
 @pytest.mark.long
-def test_own_parameters_resume_to_the_same_bits(model_folder: str, tmp_path: Path) -> None:
-    runs = train_runs(tmp_path, model_folder)
-    whole = runs["whole"]
-    assert runs["second"] == whole
+def test_own_parameters_resume_to_the_same_bits(model_folder: str, alone: dict[str, Any]) -> None:
+    whole = alone["whole"]
+    assert alone["second"] == whole
     torch.manual_seed(0)
     start = make("CriticGRPO", model_folder)
     start.configure_model()
@@ -349,32 +366,25 @@ def check_close(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``one`` has the checkpoint of one process."""
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "one").mkdir()
-    train_runs(folder / "one", model_folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def by_rank(folder: Path, model_folder: str) -> Any:
+def by_rank(folder: Path, model_folder: str, alone: dict[str, Any]) -> Any:
     """Two ranks, under both strategies."""
     return finish(start_calls(train_rank, 2, folder, model_folder, folder / "one" / "first.ckpt"))
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
-def test_own_parameters_on_two_ranks(kind: str, model_folder: str, folder: Path, by_rank: Any) -> None:
+def test_own_parameters_on_two_ranks(
+    kind: str, model_folder: str, folder: Path, alone: dict[str, Any], by_rank: Any
+) -> None:
     first, second = (found[kind] for found in by_rank)
     assert first["start"] != second["start"]
     for rank in (first, second):
         check_trained(first["start"], rank["end"], rank["norms"])
         assert rank["runs"]["second"] == rank["runs"]["whole"] == first["runs"]["whole"]
     # a folder of both ranks' shards, or a file, in one process
-    one = train_runs(folder / "one", model_folder, of_two=folder / kind / "first.ckpt")
+    one = train_runs(folder / "one", model_folder, begins=False, of_two=folder / kind / "first.ckpt")
     for found in (first["runs"]["whole"], first["runs"]["of_one"], one["of_two"]):
-        check_close(found, one["whole"])
+        check_close(found, alone["whole"])
     paths = (folder / kind / "first.ckpt", folder / "one" / "first.ckpt")
     loaded, saved = map(CriticGRPO.load_from_checkpoint, paths)
     check_close([own(loaded)], [own(saved)])

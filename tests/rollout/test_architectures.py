@@ -67,6 +67,7 @@ KINDS = [
     *(pytest.param(kind, config, id=kind, marks=pytest.mark.slow) for kind, config in OTHERS.items()),
 ]
 TRAINER = Decoder(dtype=torch.float32, is_autocast=True, gradient_checkpointing=True, is_compiled=True)
+TRACED_IN_ONE_WAY = ["--model.compile", "false", "--model.gradient_checkpointing", "false"]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +114,11 @@ def check_plan(kind: str, config: PreTrainedConfig, work: Work) -> None:
 
 
 @pytest.mark.long
-def test_run_of_mixture_of_experts_is_planned(config_file: str) -> None:
-    assert "GiB each" in plan(["--config", config_file, "--device-memory", "80GB"])
+@pytest.mark.parametrize(
+    "options", [TRACED_IN_ONE_WAY, pytest.param([], marks=pytest.mark.slow)], ids=["one way", "all ways"]
+)
+def test_run_of_mixture_of_experts_is_planned(options: list[str], config_file: str) -> None:
+    assert "GiB each" in plan(["--config", config_file, "--device-memory", "80GB", *options])
 
 
 @pytest.mark.processes

@@ -256,7 +256,7 @@ def run_full_cache(folder: str, make: Any, *, is_ahead: bool, seed: int) -> Core
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("is_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_schedule_with_full_cache_is_vllms_and_most_are_deferred(
     folder: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
