@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 def layers(function: object) -> Iterator[object]:
     """Yield a function, and the functions inside a functools.partial, functools.wraps wrapper or callable object."""
-    while True:
+    seen: list[object] = []
+    while not any(function is one for one in seen):
         yield function
+        seen.append(function)
         if isinstance(function, functools.partial):
             function = function.func
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
+        elif (wrapped := inspect.getattr_static(function, "__wrapped__", None)) is not None:
+            function = wrapped
         elif callable(function) and not inspect.isroutine(function) and not inspect.isclass(function):
             function = type(function).__call__
         else:

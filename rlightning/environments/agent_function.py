@@ -6,13 +6,13 @@ import asyncio
 import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from numbers import Real
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
-from rlightning.callables import is_async
+from rlightning.callables import is_async, is_coroutine_function
 from rlightning.dotted_path import import_object, name_object
 from rlightning.environments.agent_limit import is_limit
 from rlightning.environments.environment import Environment, LimitReachedError, Policy
@@ -120,7 +120,10 @@ class AgentFunction(Environment):
         named = self._select_arguments(given)
         if "client" not in self._parameters:
             return read_outcome(await call_function(self.function, named))
-        async with self._clients.borrow(access, is_async=is_async(self.function)) as client:
+        runs_async = is_async(self.function)
+        # A function that calls asyncio.run() has an event loop of its own, in which connections of another do not work.
+        is_reused = not runs_async or is_coroutine_function(self.function)
+        async with self._clients.borrow(access, is_async=runs_async, is_reused=is_reused) as client:
             return read_outcome(await call_function(self.function, {**named, "client": client}))
 
     @cached_property
@@ -144,13 +147,15 @@ class _IdleClients:
         self._idle: dict[bool, list[HTTPClient]] = {True: [], False: []}
 
     @asynccontextmanager
-    async def borrow(self, access: Access, *, is_async: bool) -> AsyncIterator[object]:
-        """Yield an OpenAI client for one trajectory; its connections are closed if the trajectory raised an error."""
+    async def borrow(self, access: Access, *, is_async: bool, is_reused: bool) -> AsyncIterator[object]:
+        """Yield an OpenAI client for one trajectory; its connections are closed if the trajectory raised an error, or
+        unless ``is_reused``.
+        """
         openai = _import_openai()
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._idle = loop, {True: [], False: []}
-        idle = self._idle[is_async]
+        idle = self._idle[is_async] if is_reused else []
         http = idle.pop() if idle else _open_http(openai, is_async=is_async)
         kind = openai.AsyncOpenAI if is_async else openai.OpenAI
         try:
@@ -160,7 +165,10 @@ class _IdleClients:
             raise
         if http.is_closed:
             return
-        if len(idle) < MAX_IDLE_CLIENTS:
+        if not is_reused:
+            with suppress(RuntimeError):  # the loop of its connections has ended
+                await _close_http(http)
+        elif len(idle) < MAX_IDLE_CLIENTS:
             idle.append(http)
         else:
             await _close_http(http)

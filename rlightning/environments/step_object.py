@@ -130,7 +130,7 @@ class StepObject:
         """Call the object's ``close``, if it exists, after any running call; errors are logged."""
 
         def close_here() -> object:
-            return self.made.close() if hasattr(self.made, "close") else None
+            return self.made.close() if callable(getattr(self.made, "close", None)) else None
 
         try:
             returned = await self._thread.run(close_here)

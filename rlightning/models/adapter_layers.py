@@ -26,7 +26,7 @@ from rlightning.torch_internals import with_local_tensor
 
 NAME = "default"
 """Name of the adapter within PEFT's layers."""
-LAYERS = "adapted_layers"
+LAYERS_ATTRIBUTE = "adapted_layers"
 """Attribute of a policy with its adapted layers by their names in the base model."""
 PERTURBATION = 0.2
 """The norm of a perturbed adapter's additions, relative to the matrices to which they are added."""
@@ -55,7 +55,7 @@ def add_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device) -> No
     config = peft.LoraConfig(**lora.peft_settings() | {"target_modules": list(lora.modules)})
     peft.inject_adapter_in_model(config, policy, NAME, low_cpu_mem_usage=True)
     layers = {name: module for name, module in policy.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
-    vars(policy)[LAYERS] = layers  # to look for them takes 10 ms, and each forward pass without the adapter needs them
+    vars(policy)[LAYERS_ATTRIBUTE] = layers  # a search takes 10 ms, and each pass without the adapter needs them
     for layer in adapted_layers(policy).values():
         layer.cast_input_dtype_enabled = False  # autocast, or FSDP, casts the factors to the inputs' dtype
         for factor in (layer.lora_A, layer.lora_B):
@@ -64,8 +64,8 @@ def add_adapter(policy: PreTrainedModel, lora: LoRA, device: torch.device) -> No
 
 
 def adapted_layers(policy: nn.Module) -> dict[str, AdaptedLinear]:
-    """Return the adapted layers of a policy by their names in the base model; empty without an adapter."""
-    layers: dict[str, AdaptedLinear] = vars(policy).get(LAYERS, {})
+    """Return the layers that :func:`add_adapter` has wrapped, by their names in the base model; else none."""
+    layers: dict[str, AdaptedLinear] = vars(policy).get(LAYERS_ATTRIBUTE, {})
     return layers
 
 
@@ -100,6 +100,7 @@ def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def adapter_off(policy: nn.Module) -> Iterator[None]:
     """Context manager in which the policy computes with its base weights alone, without gradients."""
     layers = adapted_layers(policy).values()
+    assert layers, "add_adapter was called with another object"
     # Not PEFT's enable_adapters(), which marks the adapter's weights as frozen, and FSDP may read that mark meanwhile.
     for layer in layers:
         layer._disable_adapters = True
@@ -128,6 +129,7 @@ def merged_forward(policy: nn.Module) -> Iterator[None]:
         return F.linear(x, merged.to(weight.dtype), bias)
 
     layers = adapted_layers(policy).values()
+    assert layers, "add_adapter was called with another object"
     for layer in layers:
         layer.forward = MethodType(forward, layer)
     try:
@@ -186,6 +188,7 @@ def perturbed_adapter(policy: nn.Module) -> Iterator[None]:
     """Context manager that adds noise to each layer's factor ``B``, which clearly changes the layer's output, and then
     restores ``B``. The noise is the same on all ranks, and every rank must enter it.
     """
+    assert adapted_layers(policy), "add_adapter was called with another object"
     random = torch.Generator().manual_seed(0)
     saved: list[tuple[Tensor, Tensor]] = []
     try:

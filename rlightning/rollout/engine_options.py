@@ -29,7 +29,13 @@ from rlightning.rollout.sampler import MAX_SUPPORT, Sampling
 from rlightning.rollout.vllm.adapter_support import engine_arguments, find_obstacle, place_bytes, sent_bytes
 from rlightning.rollout.vllm.arguments import COUNTS, check_given
 from rlightning.rollout.vllm.memory import EngineMemory, check_kv_cache, kv_cache_setting, read_engine
-from rlightning.rollout.vllm.settings import RolloutWork, check_engine_model, derive_settings, expert_settings
+from rlightning.rollout.vllm.settings import (
+    RolloutWork,
+    check_engine_model,
+    derive_settings,
+    expert_settings,
+    graph_settings,
+)
 from rlightning.rpc.authentication import parse_url
 from rlightning.rpc.run_key import check_key
 from rlightning.seeds import mix_seed
@@ -209,7 +215,7 @@ class EngineOptions:
         if is_cuda:
             share = self.memory_share / sharing
             arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": can_sleep}
-            arguments |= expert_settings(model_config, given)
+            arguments |= expert_settings(model_config, given) | graph_settings(model_config, dtype, given)
         else:
             # No compilation, which takes 30 s without a gain, and no process for a single worker.
             backend = "uni" if self.devices_per_engine == 1 else "mp"
@@ -299,7 +305,8 @@ class EngineOptions:
             return engine
         itemsize = self.itemsize(device)
         places = self.num_engines * place_bytes(adapter, itemsize)
-        return replace(engine, weights=engine.weights + places, asleep=self.num_engines * sent_bytes(adapter, itemsize))
+        sent = self.num_engines * sent_bytes(adapter, itemsize)
+        return replace(engine, weights=engine.weights + places, asleep=engine.asleep + sent)
 
     def itemsize(self, device: torch.device) -> int:
         """Return the bytes of one number of the engine's weights."""

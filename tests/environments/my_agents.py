@@ -1,5 +1,6 @@
 """Agents that know nothing of being trained: functions, and what they are run as in tests."""
 
+import asyncio
 import functools
 from typing import Any
 
@@ -19,6 +20,12 @@ async def two_turns(client: openai.AsyncOpenAI, prompt: Any) -> float:
 def wrapped(**given: Any) -> Any:
     """Return another agent's coroutine, as a decorator does that has no ``async def`` of its own."""
     return two_turns(**given)
+
+
+@functools.wraps(two_turns)
+def in_own_loop(**given: Any) -> float:
+    """Run another agent in an event loop of its own, in a thread."""
+    return asyncio.run(two_turns(**given))
 
 
 def by_address(base_url: str, api_key: str, model: str, messages: Any, bonus: float = 0.0) -> float:

@@ -48,8 +48,9 @@ def test_functions_say_by_their_parameters_what_they_get(
 
 
 @pytest.mark.long
-def test_each_trajectory_of_a_group_has_its_session() -> None:
-    environment = AgentProgram(my_agents.two_turns, max_trajectories=3)
+@pytest.mark.parametrize("agent", [my_agents.two_turns, my_agents.in_own_loop])
+def test_each_trajectory_of_a_group_has_its_session(agent: Any) -> None:
+    environment = AgentProgram(agent, max_trajectories=3)
     trajectories = run_agent(environment, *["1"] * 16, number=8)
     assert [(one.status, one.num_sampled, len(one.branches)) for one in trajectories] == [("finished", 4, 1)] * 8
 

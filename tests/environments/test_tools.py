@@ -132,6 +132,12 @@ class ConnectError(Exception):
     """As of httpx."""
 
 
+class StatusError(Exception):
+    """As the OpenAI SDK's errors have it, without the response."""
+
+    status_code = 503
+
+
 def look(kind: str) -> str:
     """Ask a server, which cannot be reached, or has no such page."""
     try:
@@ -143,6 +149,7 @@ def look(kind: str) -> str:
             "answer": httpx.ReadTimeout("late"),
             "server": HTTPError("http://x", 503, "overloaded", None, None),  # type: ignore[arg-type]
             "status": httpx.HTTPStatusError("bad", request=REQUEST, response=httpx.Response(502)),
+            "own status": StatusError(),
             "scheme": httpx.UnsupportedProtocol("no scheme"),
             "disk": OSError(errno.ENOSPC, "no space"),
             "import": ModuleNotFoundError("no module"),
@@ -163,6 +170,7 @@ def look(kind: str) -> str:
         ("answer", (), "failed"),
         ("server", (), "failed"),
         ("status", (), "failed"),
+        ("own status", (), "failed"),
         ("scheme", (), "finished"),
         ("disk", (), "failed"),
         ("import", (), "finished"),

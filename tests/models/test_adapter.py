@@ -1,5 +1,6 @@
 """Adapters: what a user may say of one, PEFT's folders, and the layers that they make of a policy."""
 
+import copy
 import json
 import math
 import sys
@@ -185,6 +186,9 @@ def test_merged_weights_and_forward_equal_adapted_models(model: str, tmp_path: P
     with torch.no_grad(), adapter_off(policy):
         assert torch.equal(logprobs(policy), base)
     assert all(weight.requires_grad for _, weight in adapter_parameters(policy))
+    copied = copy.deepcopy(policy)
+    with adapter_off(copied):
+        assert torch.equal(logprobs(copied), base) and torch.equal(logprobs(policy), with_adapter)
 
 
 def test_merged_weights_are_rounded_once_under_autocast(model: str, tmp_path: Path) -> None:

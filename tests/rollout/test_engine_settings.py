@@ -6,12 +6,19 @@ from typing import Any
 import pytest
 from engine_models import configure_engine
 from tiny_models import tiny_config
+from transformers import Gemma3Config
 from vllm.config import CUDAGraphMode
 from vllm.engine.arg_utils import EngineArgs
 
 from rlightning.errors import ConfigError
 from rlightning.rollout.vllm.arguments import argument_names
-from rlightning.rollout.vllm.settings import RolloutWork, batched_tokens, capture_sizes, derive_settings
+from rlightning.rollout.vllm.settings import (
+    RolloutWork,
+    batched_tokens,
+    capture_sizes,
+    derive_settings,
+    graph_settings,
+)
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 GSM8K = RolloutWork(num_prompts=64, samples_per_prompt=8, max_prompt_tokens=256)
@@ -28,18 +35,22 @@ def test_the_reference_work_on_a_gpu() -> None:
     assert settings["max_num_seqs"] == 512
     # All prompts and a block for each other sample would be 64 x 256 + 448 x 16 = 23,552 tokens.
     assert settings["max_num_batched_tokens"] == 8192
-    # As vLLM would, for 512: 3 and 31 sizes up to 248, and 17 up to 512. Then 22 for steps in which turns begin.
+    # As vLLM would, for 512: 3 and 31 sizes up to 248, and 17 up to 512. Then 14 for steps in which turns begin.
     sizes = settings["cudagraph_capture_sizes"]
-    assert sizes == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(544, 769, 32), *range(896, 2561, 128)]
-    assert len(sizes) == 51 + 8 + 14
+    assert sizes == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), *range(544, 769, 32), *range(896, 1537, 128)]
+    assert len(sizes) == 51 + 8 + 6
     assert set(settings) <= argument_names()
 
 
 def test_steps_in_which_turns_begin_are_one_cuda_graph() -> None:
-    arguments: Any = {"model": "unread", **derive_settings(GSM8K, {}, is_cuda=True)}
-    graphs = EngineArgs(**arguments).compilation_config
-    assert graphs.cudagraph_mode.mixed_mode() is CUDAGraphMode.FULL
-    assert "compilation_config" not in derive_settings(GSM8K, {}, is_cuda=False)
+    config = tiny_config("qwen3")
+    arguments: Any = {"model": "unread", **graph_settings(config, "bfloat16", {})}
+    assert EngineArgs(**arguments).compilation_config.cudagraph_mode.mixed_mode() is CUDAGraphMode.FULL
+    assert graph_settings(config, "float32", {}) == graph_settings(None, "bfloat16", {}) == {}
+    assert graph_settings(Gemma3Config(), "bfloat16", {}) == {}  # with images
+    for name in ("compilation_config", "enforce_eager", "optimization_level"):
+        assert graph_settings(config, "bfloat16", {name: 1}) == {}
+    assert graph_settings(config, "bfloat16", {"cudagraph_capture_sizes": [8]})
 
 
 @pytest.mark.parametrize(
@@ -74,7 +85,7 @@ def test_graphs_are_captured_for_what_can_come() -> None:
     assert capture_sizes(10, 10) == [1, 2, 4, 8, 10]
     assert capture_sizes(128, 128)[-3:] == [112, 120, 128]
     assert capture_sizes(300, 300)[-4:] == [256, 272, 288, 300]
-    assert capture_sizes(10, 2048) == [1, 2, 4, 8, *range(10, 267, 32), *range(394, 2048, 128)]
+    assert capture_sizes(10, 2048) == [1, 2, 4, 8, *range(10, 267, 32), *range(394, 1035, 128)]
     assert capture_sizes(256, 300)[-3:] == [248, 256, 288]
     largest = capture_sizes(1024, 1024)
     assert largest[-3:] == [960, 992, 1024] and len(largest) == 51 + 16
@@ -90,9 +101,10 @@ def test_given_settings_stay_and_others_fit_them() -> None:
     for tokens in (4, 100):
         settings = derive_settings(GSM8K, {"max_num_batched_tokens": tokens}, is_cuda=True)
         assert settings["max_num_seqs"] == settings["max_num_batched_tokens"] == tokens
-    for name in ("max_cudagraph_capture_size", "compilation_config", "enforce_eager", "cudagraph_capture_sizes"):
+    own = "max_cudagraph_capture_size", "cudagraph_capture_sizes"
+    for name in (*own, "compilation_config", "enforce_eager", "optimization_level"):
         settings = derive_settings(GSM8K, {name: 1}, is_cuda=True)
-        assert settings.get("cudagraph_capture_sizes", 1) == settings.get("compilation_config", 1) == 1
+        assert settings.get("cudagraph_capture_sizes", 1) == 1
 
 
 @pytest.mark.parametrize(

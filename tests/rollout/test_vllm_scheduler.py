@@ -25,7 +25,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rlightning.rollout.vllm import scheduler
+from rlightning.rollout.vllm import scheduler as own_scheduler
 from rlightning.rollout.vllm.adapters import adapter_request
 from rlightning.rollout.vllm.scheduler import (
     STEPS_TO_GATHER,
@@ -260,7 +260,7 @@ def run_full_cache(folder: str, make: Any, *, is_ahead: bool, seed: int) -> Core
 def test_schedule_with_full_cache_is_vllms_and_most_are_deferred(
     folder: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "STEPS_TO_GATHER", 1)  # requests begin as they come
+    monkeypatch.setattr(own_scheduler, "STEPS_TO_GATHER", 1)  # requests begin as they come
     num_preempted, shares = 0, list[float]()
     for seed in range(5):
         own = run_full_cache(folder, make_scheduler, is_ahead=is_ahead, seed=seed)
@@ -436,3 +436,33 @@ def test_turns_beside_many_sequences_begin_together(folder: str, is_ahead: bool)
 def test_turns_beside_few_sequences_begin_at_once(folder: str, is_ahead: bool) -> None:
     _, waited = run_turns(folder, 8, is_ahead=is_ahead)
     assert set(waited.values()) == {0}
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_turns_that_find_no_room_in_their_step_begin_in_the_next(folder: str, is_ahead: bool) -> None:
+    """Five of 180 tokens, of which a step beside 100 sequences reads 200."""
+    begun = []
+    for make in (make_scheduler, KINDS[is_ahead]):
+        core, hasher = make_core(folder, make, 2000, 300, is_ahead=is_ahead, max_num_seqs=200)
+        arrivals = {0: [make_request(f"running {n}", hasher, 120, n) for n in range(100)]}
+        arrivals[20] = [make_request(str(n), hasher, 6, 7 * n, prompt_tokens=180) for n in range(5)]
+        core.run(arrivals, {}, is_ahead=is_ahead)
+        firsts: dict[str, int] = {}
+        for step, (scheduled, *_) in enumerate(core.steps):
+            firsts |= dict.fromkeys(scheduled.keys() - firsts.keys(), step)
+        begun.append([firsts[str(n)] for n in range(5)])
+    own, vllms = begun
+    assert vllms[-1] > 20
+    assert all(mine <= theirs + STEPS_TO_GATHER - 1 for mine, theirs in zip(own, vllms, strict=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_all_end_where_turns_are_gathered_beside_a_full_cache(folder: str, is_ahead: bool) -> None:
+    for seed in range(5):
+        own = run_full_cache(folder, make_scheduler, is_ahead=is_ahead, seed=seed)
+        vllms = run_full_cache(folder, KINDS[is_ahead], is_ahead=is_ahead, seed=seed)
+        whole = {name for name, reason in vllms.reasons.items() if reason == own.reasons.get(name)}
+        assert len(whole) >= len(vllms.reasons) - 3  # those that are aborted may have ended before
+        assert all(own.tokens[name] == vllms.tokens[name] for name in whole)
+        assert not own.scheduler.requests

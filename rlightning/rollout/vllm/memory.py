@@ -24,6 +24,9 @@ CPU_CACHE_BYTES = 1 << 30
 """Maximum bytes of the KV cache of an engine on a CPU."""
 CPU_BLOCK_TOKENS = 128
 """Tokens of a KV cache block on a CPU, vLLM's default."""
+SPLITS_IN_GRAPHS = 32
+"""vLLM's ``flash_attn_max_num_splits_for_cuda_graph``: parts of a sequence, of which a CUDA graph has room for sums in
+float32."""
 MISSED_BYTES = 1 << 30
 """Bytes kept free for what this arithmetic misses (CUDA context, CUDA graphs), at most a tenth of the KV cache.
 
@@ -40,7 +43,8 @@ class EngineMemory:
         utilization: share of the device's memory that all engines together may use.
         can_sleep: whether the engines free their memory during an update.
         weights: bytes of weights.
-        asleep: bytes of copies of adapters, which are kept in addition, even while the engines sleep.
+        asleep: bytes of copies of adapters and of buffers in CUDA graphs, which are kept in addition, even while the
+            engines sleep.
         activations: estimated bytes of a forward pass and of sampling.
         token: bytes of one token in the KV cache.
         block_tokens: tokens of a block of the KV cache.
@@ -125,6 +129,9 @@ def read_engine(
     activations = itemsize * num_engines * int(arguments["max_num_batched_tokens"]) * width
     # The sampler computes in float32 on logits, log-probabilities and noise.
     activations += 3 * 4 * num_sequences * text_config.vocab_size
+    # Attention divides long sequences among the GPU's processors; graphs of all sizes share the buffers of the largest.
+    captured = max(arguments.get("cudagraph_capture_sizes") or [0])
+    splits = 4 * SPLITS_IN_GRAPHS * captured * text_config.num_attention_heads * head_size(config) // size
     kv_itemsize = 1 if "fp8" in cache or "int8" in cache else itemsize
     return EngineMemory(
         num_engines=num_engines,
@@ -137,6 +144,7 @@ def read_engine(
         longest=int(arguments["max_model_len"]),
         max_sequences=num_sequences,
         kv_cache_bytes=None if named is None else num_engines * named,
+        asleep=num_engines * splits,
     )
 
 

