@@ -208,7 +208,9 @@ def describe_attention(config: PreTrainedConfig, device: torch.device, dtype: to
     kinds = sorted({window is not None for window, _ in count_windows(config)})
     obstacles = [flash_attention_obstacle(device, dtype, size, heads_per_key, has_window) for has_window in kinds]
     slower = next(filter(None, obstacles), None)
-    return "packed (FlashAttention 4)" if slower is None else f"packed (varlen_attn, as FlashAttention 4 {slower})"
+    if slower is None:
+        return "packed (FlashAttention 4; shared prefixes by varlen_attn)"
+    return f"packed (varlen_attn, as FlashAttention 4 {slower})"
 
 
 def varlen_attention(

@@ -51,7 +51,7 @@ def test_log_says_why_not_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> 
 def test_flash_attention_4_is_taken_where_it_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, INTERFACE, FlashAttentionOnCPU(INTERFACE))
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
-        assert describe() == "packed (FlashAttention 4)"
+        assert describe() == "packed (FlashAttention 4; shared prefixes by varlen_attn)"
     assert flash_attention_4.flash_attention_obstacle(CUDA, torch.bfloat16, 16, 1, True) is None
 
 
