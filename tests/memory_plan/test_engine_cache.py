@@ -121,4 +121,7 @@ def test_the_plan_is_about_the_engines_that_fit_starts(
         assert arguments["max_num_seqs"] == planned.max_sequences / number == engine.get("max_num_seqs", completions)
         assert arguments["max_num_batched_tokens"] == 2048
         assert arguments["max_num_seqs"] in arguments["cudagraph_capture_sizes"]
+        largest = arguments["cudagraph_capture_sizes"][-1]  # with 32 sums in float32 a token, head and number of a head
+        heads = config.num_attention_heads * config.head_dim
+        assert planned.asleep == number * 32 * 4 * largest * heads
         assert arguments["kv_cache_memory_bytes"] == planned.kv_cache(1 << 34) / number
