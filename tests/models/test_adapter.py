@@ -270,7 +270,7 @@ def test_other_kinds_of_adapters_are_refused(model: str, tmp_path: Path, kwargs:
         ({"rank": 8}, r"adapter\.rank=8, but adapter\.path=.* has 4\. Leave adapter\.rank out"),
         ({"alpha": 3.0}, r"adapter\.alpha=3\.0, but adapter\.path=.* has 8\. Leave adapter\.alpha out"),
         ({"use_rslora": True}, r"adapter\.use_rslora=True, but adapter\.path=.* has False\."),
-        ({"target_modules": ["o_proj"]}, r"adapter\.target_modules.*: adapter\.path=|adapter\.target_modules=.*o_proj"),
+        ({"target_modules": ["o_proj"]}, r"adapter\.target_modules"),
         ({"target_modules": "all-linear"}, r"adapter\.target_modules"),
     ],
 )
