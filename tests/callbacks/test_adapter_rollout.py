@@ -17,7 +17,7 @@ from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.errors import ConfigError, EngineError
 from rlightning.models import Adapter
 from rlightning.parallel.fsdp import FSDP
-from rlightning.rollout.vllm.adapter_support import find_model_class, room_for, supports_adapters
+from rlightning.rollout.vllm.adapter_support import find_model_class, find_obstacle, room_for, supports_adapters
 
 ADAPTER = Adapter(rank=4)
 
@@ -94,6 +94,25 @@ def test_adapter_support_is_read_in_vllms_source() -> None:
         assert place is not None and supports_adapters(*place)
     assert not supports_adapters("vllm.model_executor.models.interfaces", "SupportsPP")
     assert [room_for(rank) for rank in (1, 3, 8, 33, 512)] == [1, 8, 8, 64, 512]
+
+
+@pytest.mark.parametrize(
+    ("config", "obstacle"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, None),
+        ({"architectures": ["NoneForCausalLM", "Qwen3ForCausalLM"]}, None),
+        ({"architectures": ["NoneForCausalLM"]}, "vLLM has no model class of its own for NoneForCausalLM"),
+        ({"architectures": None, "model_type": "my_model"}, "vLLM has no model class of its own for my_model"),
+        ({"architectures": ["BloomForCausalLM"]}, "vLLM's BloomForCausalLM takes no adapters"),
+    ],
+)
+def test_model_to_which_vllm_applies_no_adapter_is_named(
+    config: dict[str, Any], obstacle: str | None, engine_model: str
+) -> None:
+    module = make_module(engine_model, adapter=ADAPTER)
+    assert module.adapter is not None
+    vars(module.model_config).update(config)
+    assert find_obstacle(module.adapter, module.model_config) == obstacle
 
 
 def test_engine_without_room_gets_merged_weights(engine_model: str) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from tiny import make_batch, refused, save_model
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
@@ -102,6 +104,14 @@ def test_targets_are_ends_of_names(model: str) -> None:
 def test_what_cannot_be_is_refused_in_a_line(model: str, kwargs: dict[str, Any], message: str) -> None:
     with refused(message):
         resolve(model, **kwargs)
+
+
+def test_rank_is_limited_by_the_largest_matrix(tmp_path: Path) -> None:
+    """Keys and values have 32 rows of 64, queries 64 of 64."""
+    model = save_model(tmp_path, hidden_size=64)
+    assert resolve(model, rank=64).rank == 64
+    with refused(r"adapter\.rank=65 is more than the matrices themselves have, at most 64"):
+        resolve(model, rank=65)
 
 
 def test_all_linear_may_stand_in_a_list(model: str) -> None:
@@ -203,6 +213,16 @@ def test_merged_weights_are_rounded_once_under_autocast(model: str, tmp_path: Pa
     assert torch.equal(got, expected.bfloat16().T)
 
 
+def test_adapter_computes_in_dtype_of_inputs_under_autocast(model: str) -> None:
+    """PEFT would first make a copy of the inputs in the dtype of its weights, which autocast rounds again."""
+    layer = next(iter(adapted_layers(load_adapted(model, resolve(model))).values()))
+    dtypes: list[torch.dtype] = []
+    layer.lora_A["default"].register_forward_pre_hook(lambda _, inputs: dtypes.append(inputs[0].dtype))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        layer(torch.ones(1, 32, dtype=torch.bfloat16))
+    assert dtypes == [torch.bfloat16]
+
+
 def test_perturbed_adapter_has_fifth_of_bases_norm(model: str) -> None:
     policy = load_adapted(model, resolve(model))
     before = {name: weight.clone() for name, weight in adapter_parameters(policy)}
@@ -233,6 +253,9 @@ def test_another_bases_adapter_is_refused(model: str, tmp_path: Path) -> None:
         ({"bias": "lora_only"}, "has bias=lora_only"),
         ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern="),
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save="),
+        ({"init_lora_weights": "pissa"}, r"has init_lora_weights='pissa', by which its base has other values"),
+        ({"init_lora_weights": "pissa_niter_16"}, r"has init_lora_weights='pissa_niter_16', by which"),
+        ({"init_lora_weights": "olora"}, r"has init_lora_weights='olora', by which its base has other values"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(model: str, tmp_path: Path, kwargs: dict[str, Any], message: str) -> None:
@@ -241,7 +264,35 @@ def test_other_kinds_of_adapters_are_refused(model: str, tmp_path: Path, kwargs:
         resolve(model, path=tmp_path)
 
 
-def test_a_folders_own_rank_is_not_overridden(model: str, tmp_path: Path) -> None:
-    save_peft(model, tmp_path)
-    with pytest.raises(ConfigError, match=r"adapter\.rank=8, but adapter\.path=.* has 4"):
-        resolve(model, path=tmp_path, rank=8)
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"rank": 8}, r"adapter\.rank=8, but adapter\.path=.* has 4\. Leave adapter\.rank out"),
+        ({"alpha": 3.0}, r"adapter\.alpha=3\.0, but adapter\.path=.* has 8\. Leave adapter\.alpha out"),
+        ({"use_rslora": True}, r"adapter\.use_rslora=True, but adapter\.path=.* has False\."),
+        ({"target_modules": ["o_proj"]}, r"adapter\.target_modules"),
+        ({"target_modules": "all-linear"}, r"adapter\.target_modules"),
+    ],
+)
+def test_a_folders_own_settings_are_not_overridden(
+    model: str, tmp_path: Path, kwargs: dict[str, Any], message: str
+) -> None:
+    save_peft(model, tmp_path, target_modules=["q_proj", "v_proj"])
+    with pytest.raises(ConfigError, match=message):
+        resolve(model, path=tmp_path, **kwargs)
+
+
+def test_a_folders_settings_may_be_repeated(model: str, tmp_path: Path) -> None:
+    save_peft(model, tmp_path, use_rslora=True)
+    assert resolve(model, path=tmp_path, rank=4, alpha=8.0, use_rslora=True) == resolve(model, path=tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_folder_with_weight_that_is_not_finite_is_refused(model: str, tmp_path: Path, value: float) -> None:
+    save_peft(model, tmp_path, target_modules=["q_proj"])
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    broken = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    weights[broken][2, 3] = value
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    with refused(rf"has a weight that is NaN or infinite, '{re.escape(broken)}'"):
+        load_adapted(model, resolve(model, path=tmp_path))

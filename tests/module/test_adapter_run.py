@@ -14,6 +14,7 @@ from rlightning.errors import ConfigError
 from rlightning.models import Adapter, layers
 from rlightning.module import RLModule
 from rlightning.module.start_block import describe_model
+from rlightning.types import RolloutBatch
 
 ADAPTER = Adapter(rank=4)
 
@@ -151,3 +152,26 @@ def test_frozen_weights_are_read_on_the_host(model_folder: str) -> None:
 def test_an_adapter_in_half_precision_is_refused(model_folder: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="precision=bf16-true would keep an adapter in bfloat16"):
         fit(tmp_path, make_grpo(model_folder, adapter=ADAPTER), 1, precision="bf16-true")
+
+
+@pytest.mark.parametrize("sends_adapter", [False, True])
+def test_score_merges_the_adapter_where_engines_get_it_merged(
+    sends_adapter: bool, model_folder: str, tmp_path: Path
+) -> None:
+    """A merged matrix is rounded to bfloat16 as a whole, and the products of base and adapter are each rounded."""
+    module = make_grpo(model_folder, adapter=ADAPTER)
+    module.trainer = make_trainer(tmp_path, 1)
+    module.configure_model()
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in module.adapter_weights():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1, generator=generator)
+    plain = make_grpo(model_folder)
+    plain.trainer = module.trainer
+    plain.configure_model()
+    plain.loaded_actor.load_state_dict(dict(module.named_weights()), strict=False)
+    batch = RolloutBatch.of_sequences([[1, 2, 3, 4, 5, 6, 7]])
+    module.sends_adapter = sends_adapter
+    scored, merged = (one.score(batch, torch.bfloat16) for one in (module, plain))
+    assert torch.equal(scored, merged) is not sends_adapter
+    torch.testing.assert_close(scored, merged, rtol=0, atol=0.1)

@@ -9,7 +9,16 @@ import pytest
 import torch
 from rank_processes import finish, start_calls
 from test_shared_prefixes import LongPrompts, check_close
-from tiny import ActorGenerator, UseGenerator, full_weights, make_algorithm, make_batch, make_data, make_trainer
+from tiny import (
+    ActorGenerator,
+    UseGenerator,
+    full_weights,
+    make_algorithm,
+    make_batch,
+    make_completion,
+    make_data,
+    make_trainer,
+)
 from torch import Tensor
 
 from rlightning.algorithms import GRPO
@@ -17,7 +26,8 @@ from rlightning.module import batching, policy_module
 from rlightning.module.batching import MIN_SAVED_SHARE, find_long_prefixes
 from rlightning.parallel import DDP
 from rlightning.parallel.collectives import all_reduce
-from rlightning.types import RolloutBatch
+from rlightning.rollout import Generator, OnCompleted, Sampling
+from rlightning.types import Prompt, RolloutBatch, Trajectory, single_turns
 
 
 def groups_after(num_prompt: int, num_groups: int = 2) -> RolloutBatch:
@@ -84,6 +94,32 @@ def test_auto_does_not_share_where_results_would_differ(module: GRPO, monkeypatc
 def test_auto_tries_the_architecture_only_for_long_prompts(module: GRPO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "can_share_prefixes", None)
     assert not module.decide_sharing(groups_after(2), 4096)
+
+
+class FixedCompletions(Generator):
+    """Gives each group a prompt of 30 tokens of its own, and completions of 10 that differ from the first token on."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling, on_completed: OnCompleted | None = None
+    ) -> list[list[Trajectory]]:
+        longer = [prompt._replace(token_ids=[5 + prompt.index] * 30) for prompt in prompts]
+        return single_turns(longer, [[make_completion([n + 1] * 10) for n in range(num_samples)] for _ in prompts])
+
+
+def test_shared_share_counts_tokens_that_are_not_computed(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four groups of four sequences of 40 tokens, three of which fit into 60 tokens: a group saves 2 of 4 prompts.
+
+    Empty micro-batches do not count: another rank has 10, and this one 8.
+    """
+    monkeypatch.setattr(batching, "varlen_obstacle", lambda *_: None)
+    monkeypatch.setattr(batching, "all_reduce", lambda own, _: torch.maximum(own, torch.tensor(10)))
+    sizes = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 60}
+    module = make_algorithm(GRPO, model_folder, share_prefixes=True, validate_first=False, **sizes)
+    trainer = make_trainer(tmp_path, 1, UseGenerator(lambda _: FixedCompletions()))
+    trainer.fit(module, make_data(tmp_path))
+    assert trainer.callback_metrics["attention/shared_share"].item() == 4 * 2 * 30 / (16 * 40)
 
 
 class Recorded(GRPO):

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from scoring import MakeRunner, make_trajectories
-from tiny import in_this_process, make_data, make_grpo, make_trainer, share_of_ones
+from tiny import in_this_process, make_algorithm, make_data, make_grpo, make_trainer, share_of_ones
 from waiting import PATIENCE_SECONDS
 
+from rlightning.algorithms import GRPO
 from rlightning.rewards import RewardFunction
 from rlightning.rewards import runner as reward_runner
 from rlightning.rewards.calls import RewardResult
 from rlightning.rewards.repeats import Repeat, describe_repeat
+from rlightning.types import RolloutBatch
 
 
 def describe(first: list[float], again: list[float | None], seconds: float = 0.1, **options: Any) -> str | None:
@@ -158,8 +160,28 @@ async def noisy(completion: str) -> float:
     return float(next(numbers))
 
 
-@pytest.mark.parametrize(("options", "is_asked"), [({}, True), ({"check_rewards": False}, False)])
+class RefillOnce(GRPO):
+    """Drops each step's first group, and takes another prompt in its place."""
+
+    max_refills = 1
+
+    def keep_sequences(self, batch: RolloutBatch) -> torch.Tensor:
+        return torch.tensor([prompt.index % 4 != 0 for prompt in batch.prompts])
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said about repeated calls since the last time."""
+    lines = [record.getMessage() for record in caplog.records if "check_rewards" in record.getMessage()]
+    caplog.clear()
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "is_asked"),
+    [(GRPO, {}, True), (GRPO, {"check_rewards": False}, False), (RefillOnce, {}, True)],
+)
 def test_a_run_asks_once_before_its_first_update(
+    algorithm: type[GRPO],
     options: dict[str, Any],
     is_asked: bool,
     model_folder: str,
@@ -169,7 +191,19 @@ def test_a_run_asks_once_before_its_first_update(
 ) -> None:
     monkeypatch.setattr(reward_runner, "REPEAT_SECONDS", PATIENCE_SECONDS)
     caplog.set_level(logging.WARNING)
-    module = make_grpo(model_folder, rewards=[share_of_ones, RewardFunction(noisy)], **options)
+    module = make_algorithm(algorithm, model_folder, rewards=[share_of_ones, RewardFunction(noisy)], **options)
     make_trainer(tmp_path, 2).fit(module, make_data(tmp_path))
-    lines = [record.getMessage() for record in caplog.records if "check_rewards" in record.getMessage()]
-    assert ["noisy" in line for line in lines] == [True] * is_asked
+    assert ["noisy" in line for line in lines_of(caplog)] == [True] * is_asked
+
+
+def test_a_resumed_run_does_not_ask_again(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reward_runner, "REPEAT_SECONDS", PATIENCE_SECONDS)
+    caplog.set_level(logging.WARNING)
+    for max_steps, num_lines, saved in ((1, 1, None), (2, 0, tmp_path / "first.ckpt")):
+        trainer = make_trainer(tmp_path, max_steps)
+        module = make_grpo(model_folder, rewards=[share_of_ones, RewardFunction(noisy)], validate_first=False)
+        trainer.fit(module, make_data(tmp_path), ckpt_path=saved)
+        trainer.save_checkpoint(tmp_path / "first.ckpt")
+        assert len(lines_of(caplog)) == num_lines and module.weight_version == max_steps

@@ -156,3 +156,27 @@ def test_engine_that_vllm_has_configured_otherwise_is_refused(
     with pytest.raises(EngineError) as caught:
         check_facts(config, facts_of(ModelFiles.read(str(folder)), **changes))
     assert f"tcp://127.0.0.1:1 is not for this run. It has {difference}. Start `rlightning serve`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("room", "needed", "difference"),
+    [
+        (16, 0, "room for adapters of rank 16, not 0"),  # a run without one sends merged weights
+        (8, 16, "room for adapters of rank 8, not 16"),
+        (0, 16, "room for adapters of rank 0, not 16"),
+        (16, 16, None),
+        (32, 16, None),
+    ],
+)
+def test_engine_without_the_adapters_room_is_refused(
+    room: int, needed: int, difference: str | None, folder: Path
+) -> None:
+    config = config_of(folder, url="tcp://127.0.0.1:1")
+    if needed:
+        config.engine_args.update(enable_lora=True, max_lora_rank=needed)
+    facts = facts_of(ModelFiles.read(str(folder)), **({"adapter_rank": room} if room else {}))
+    if difference is None:
+        check_facts(config, facts)
+    else:
+        with pytest.raises(EngineError, match=rf"It has {difference}\. Start `rlightning serve`"):
+            check_facts(config, facts)
