@@ -158,14 +158,17 @@ class Canary:
                 "the check off."
             )
 
-    def _find_adapter_fault(self, actor: Floats, engine: Floats, *, is_far: bool) -> str | None:
-        """Return a message if the engine does not apply the adapter, or scales it differently; else None."""
+    def _find_adapter_fault(self, actor: Floats, engine: Floats, *, distance: float, is_far: bool) -> str | None:
+        """Return a message if the engine does not apply the adapter, or scales it differently; else None. ``distance``
+        is that of the engine from the actor.
+        """
         if self._base is None:
             return None
         way, alone = find_way_back(actor, self._base, engine), compare(self._base, engine)
         if is_far and alone.distance <= self.tolerance * alone.noise:
             return "the engine is where the actor is without its adapter: it does not apply the adapter"
-        if abs(way.errors) <= MAX_ERRORS or abs(way.share) <= MAX_SHARE:
+        is_other = is_far and distance > BEYOND * way.length
+        if is_other or abs(way.errors) <= MAX_ERRORS or abs(way.share) <= MAX_SHARE:
             return None
         direction = "back to" if way.share > 0 else "further away from"
         return (
@@ -189,7 +192,7 @@ class Canary:
                 f"{way.errors:.1f} standard errors, where {MAX_ERRORS:g} may be chance: it holds former weights, "
                 "all or some of them"
             )
-        if fault := self._find_adapter_fault(actor, engine, is_far=is_far):
+        if fault := self._find_adapter_fault(actor, engine, distance=found.distance, is_far=is_far):
             return fault
         if not is_far:
             return None

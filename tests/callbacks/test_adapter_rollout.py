@@ -93,6 +93,7 @@ def test_adapter_support_is_read_in_vllms_source() -> None:
         place = found[name]
         assert place is not None and supports_adapters(*place)
     assert not supports_adapters("vllm.model_executor.models.interfaces", "SupportsPP")
+    assert find_model_class("DeepseekV4ForCausalLM") == ("vllm.models.deepseek_v4", "DeepseekV4ForCausalLM")
     assert [room_for(rank) for rank in (1, 3, 8, 33, 512)] == [1, 8, 8, 64, 512]
 
 

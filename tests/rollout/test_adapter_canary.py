@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import save_byte_model
@@ -97,6 +98,14 @@ def test_adapter_applied_as_by_the_actor_gives_no_alarm(effect: float, tokenizer
     actor, canary = evaluated(tokenizer, effect)
     for seed in range(9, 17):
         canary.check(actor.answers(canary, seed))
+
+
+def test_other_weights_are_not_blamed_on_the_adapter(tokenizer: Any) -> None:
+    actor, canary = evaluated(tokenizer, 3.0)
+    answers = np.asarray(actor.answers(canary, seed=9))
+    noise = np.random.default_rng(0).normal(scale=2.0, size=answers.shape)  # hundreds of times the rounding
+    with pytest.raises(EngineError, match="the engine holds other weights, or computes otherwise than the actor"):
+        canary.check((answers + noise).astype(answers.dtype))
 
 
 def test_actor_without_adapter_blames_none(tokenizer: Any) -> None:

@@ -62,7 +62,10 @@ def find_model_class(architecture: str) -> tuple[str, str] | None:
     """Return the module and the name of vLLM's class for an architecture; None if vLLM has no such class."""
     registry = source_of(f"{MODELS}.registry")
     entry = re.search(rf'"{re.escape(architecture)}":\s*\(\s*"([\w.]+)",\s*"(\w+)"', registry)
-    return (f"{MODELS}.{entry[1]}", entry[2]) if entry else None
+    if entry is None:
+        return None
+    module = entry[1] if entry[1].startswith("vllm.") else f"{MODELS}.{entry[1]}"
+    return module, entry[2]
 
 
 @cache
