@@ -156,3 +156,32 @@ def test_engine_that_vllm_has_configured_otherwise_is_refused(
     with pytest.raises(EngineError) as caught:
         check_facts(config, facts_of(ModelFiles.read(str(folder)), **changes))
     assert f"tcp://127.0.0.1:1 is not for this run. It has {difference}. Start `rlightning serve`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("served", "needed", "difference"),
+    [
+        ((0, None), (8, ["q_proj"]), "room for adapters of rank 0, not 8"),
+        ((8, ["q_proj"]), (0, []), "room for adapters of rank 8, not 0"),
+        (
+            (8, ["q_proj"]),
+            (8, ["down_proj", "k_proj", "q_proj"]),
+            "room for adapters of q_proj, not of down_proj, k_proj",
+        ),
+        ((8, ["o_proj", "q_proj"]), (8, ["q_proj"]), ""),
+        ((16, None), (8, ["q_proj"]), ""),
+    ],
+)
+def test_engine_without_room_for_the_runs_adapter_is_refused(
+    served: tuple[int, list[str] | None], needed: tuple[int, list[str]], difference: str, folder: Path
+) -> None:
+    config = config_of(folder, url="tcp://127.0.0.1:1")
+    rank, targets = needed
+    if rank:
+        config.engine_args.update(enable_lora=True, max_lora_rank=rank, lora_target_modules=targets)
+    facts = facts_of(config.files, adapter_rank=served[0], adapter_targets=served[1])
+    if difference:
+        with pytest.raises(EngineError, match=rf"is not for this run\. It has {difference}\. Start `rlightning serve`"):
+            check_facts(config, facts)
+    else:
+        check_facts(config, facts)
