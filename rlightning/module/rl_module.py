@@ -22,6 +22,7 @@ from rlightning.module.evaluation import EvaluationSteps
 from rlightning.module.metrics import rollout_metrics
 from rlightning.module.monitoring import adapt_monitoring, check_monitors
 from rlightning.module.no_signal import StepsWithoutSignal
+from rlightning.module.overrides import is_own
 from rlightning.module.returned_values import returned_tensor
 from rlightning.module.roles import REFERENCE
 from rlightning.module.run_folder import UnlockRun, lock_run_of
@@ -447,4 +448,4 @@ class RLModule(EvaluationSteps):
     @property
     def _has_own_rewards(self) -> bool:
         """Return whether rewards come from reward functions, without an override of :meth:`compute_rewards`."""
-        return type(self).compute_rewards.__module__.partition(".")[0] == "rlightning"
+        return is_own(self, "compute_rewards")

@@ -24,6 +24,7 @@ from rlightning.module.optimizers import (
     step_schedules,
     wrapped_optimizers,
 )
+from rlightning.module.overrides import UPDATE_METHODS, find_override, is_own
 from rlightning.module.policy_module import PolicyModule
 from rlightning.module.returned_values import returned_loss
 from rlightning.module.roles import REFERENCE, ModelRole, clip_by_role
@@ -159,9 +160,18 @@ class UpdateModule(PolicyModule):
         return roles
 
     def on_fit_start(self) -> None:
-        """Raise a ConfigError for optimizers that cannot be stepped, and for terms of the loss with one name."""
+        """Raise a ConfigError for optimizers that cannot be stepped, and for terms of the loss with one name; log
+        which override has sequences without advantage computed.
+        """
         super().on_fit_start()
         check_names(self.loss_components())
+        override = find_override(self, UPDATE_METHODS)
+        if override is not None and self.generates and is_own(self, "skippable_sequences"):
+            log.info(
+                "Sequences without advantage are computed, too: %s overrides %s(), which may give them a gradient. Use "
+                "loss_components() for a further term of the loss, or override skippable_sequences().",
+                *(type(self).__name__, override),
+            )
 
     @property
     def is_own_reference(self) -> bool:
@@ -244,8 +254,9 @@ class UpdateModule(PolicyModule):
         """Return which sequences have no gradient, so that forward and backward can skip them; every rank must call it.
 
         These are the sequences with zero advantage on all sampled tokens, if no term of the loss has a gradient on them
-        on any rank (:func:`~rlightning.objectives.zero_gradient.has_zero_gradient`). Normalisers still count them. An
-        override that returns False everywhere computes all sequences.
+        on any rank (:func:`~rlightning.objectives.zero_gradient.has_zero_gradient`), and if no method between rollout
+        and gradient is overridden (:data:`~rlightning.module.overrides.UPDATE_METHODS`). Normalisers still count them.
+        An override that returns False everywhere computes all sequences.
 
         Args:
             batch: a batch with advantages, on the CPU.
@@ -254,6 +265,8 @@ class UpdateModule(PolicyModule):
             [N] bool.
         """
         skippable = torch.zeros(batch.num_sequences, dtype=torch.bool)
+        if find_override(self, UPDATE_METHODS) is not None:
+            return skippable
         if batch.advantages is not None:
             has_advantage = (batch.advantages != 0) & batch.is_sampled
             skippable = batch.sum_tokens(has_advantage.long(), "N") == 0

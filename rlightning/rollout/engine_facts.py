@@ -1,7 +1,7 @@
 """Facts about a running engine, such as versions and model files, and the check that they match the trainer's."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -18,7 +18,10 @@ CHANGES_NUMBERS = re.compile(r"(^|\.)(quantization_config|compression_config|rop
 
 
 class EngineFacts(TypedDict, total=False):
-    """Facts about an engine: the files of the model that it has read, package versions, and settings."""
+    """Facts about an engine: the files of the model that it has read, package versions, and settings.
+
+    ``adapter_targets`` are the names of the layers that it can adapt; None for all that vLLM can.
+    """
 
     rlightning: str
     transformers: str
@@ -29,6 +32,7 @@ class EngineFacts(TypedDict, total=False):
     max_model_len: int
     tensor_parallel_size: int
     adapter_rank: int
+    adapter_targets: Sequence[str] | None
 
 
 def make_facts(**facts: Unpack[EngineFacts]) -> EngineFacts:
@@ -67,6 +71,10 @@ def check_facts(config: "EngineConfig", engine: EngineFacts) -> None:
     room, needed = engine.get("adapter_rank", 0), arguments["max_lora_rank"] if config.has_adapter else 0
     if room < needed or (room and not needed):
         differences.append(f"room for adapters of rank {room}, not {needed}")
+    elif needed and (targets := engine.get("adapter_targets")) is not None:
+        missing = sorted(set(arguments["lora_target_modules"]) - set(targets))
+        if missing:
+            differences.append(f"room for adapters of {', '.join(sorted(targets))}, not of {', '.join(missing)}")
     if differences:
         more = len(differences) - SHOWN
         listed = "; ".join(differences[:SHOWN]) + (f"; and {more} more" if more > 0 else "")

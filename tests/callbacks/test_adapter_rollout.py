@@ -4,6 +4,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 from engine_run import Witness, make_data, make_module, make_rollout, make_trainer, versions
 from rank_processes import finish, start_calls
 from tiny import full_weights
+from transformers import GPTBigCodeConfig, Olmo2Config, PreTrainedConfig
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.errors import ConfigError, EngineError
 from rlightning.models import Adapter
+from rlightning.models.adapter import linear_layers
 from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout.vllm.adapter_support import find_model_class, find_obstacle, room_for, supports_adapters
 
@@ -98,6 +101,7 @@ def test_adapter_support_is_read_in_vllms_source() -> None:
 
 
 @pytest.mark.parametrize(
+<<<<<<< HEAD
     ("config", "obstacle"),
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, None),
@@ -114,6 +118,26 @@ def test_model_to_which_vllm_applies_no_adapter_is_named(
     assert module.adapter is not None
     vars(module.model_config).update(config)
     assert find_obstacle(module.adapter, module.model_config) == obstacle
+=======
+    ("config", "targets", "layer"),
+    [
+        (GPTBigCodeConfig(n_embd=32, n_head=2, n_layer=1), ("c_attn", "c_fc"), "transformer.h.0.attn.c_attn"),
+        (GPTBigCodeConfig(n_embd=32, n_head=2, n_layer=1), ("c_fc", "c_proj"), None),
+        (Olmo2Config(hidden_size=32, num_attention_heads=2, num_hidden_layers=1), ("q_proj", "o_proj"), None),
+    ],
+)
+def test_packed_projection_of_transformers_backend_is_merged(
+    config: PreTrainedConfig, targets: tuple[str, ...], layer: str | None
+) -> None:
+    config.architectures = [{"gpt_bigcode": "GPTBigCodeForCausalLM"}.get(config.model_type, "Olmo2ForCausalLM")]
+    modules = {name: shape for name, shape in linear_layers(config).items() if name.endswith(targets)}
+    adapter: Any = SimpleNamespace(rank=4, modules=modules)
+    obstacle = find_obstacle(adapter, config)
+    if layer is None:
+        assert obstacle is None
+    else:
+        assert obstacle is not None and f"TransformersForCausalLM takes no adapter of {layer}, one layer" in obstacle
+>>>>>>> wt-skips
 
 
 def test_engine_without_room_gets_merged_weights(engine_model: str) -> None:

@@ -1,5 +1,6 @@
 """Sequences that cannot move the gradient are not computed, and nothing else changes, on one rank and on two."""
 
+import logging
 import math
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from rlightning.algorithms import GRPO
 from rlightning.models import packed_logprobs
 from rlightning.module import update
+from rlightning.module.metrics import RunningMeans
 from rlightning.objectives import RolloutCorrection
 from rlightning.parallel import DDP, FSDP
 from rlightning.parallel.collectives import global_rank
@@ -73,6 +75,37 @@ class OwnLoss(HalfAlike):
     def policy_loss(self, logprobs: Tensor, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages is not None
         return -(batch.advantages + 0.1) * logprobs, {}
+
+
+class LossWithTerm(HalfAlike):
+    """Overrides the loss itself, to add a term on all sampled tokens."""
+
+    def loss(self, batch: RolloutBatch, means: RunningMeans) -> Tensor:
+        logprobs, _ = self.compute_logprobs(batch)
+        return super().loss(batch, means) + 0.01 * logprobs.square().sum()
+
+
+class LossWithTermComputesAll(LossWithTerm, ComputesAll):
+    """The same, without skipping whatever is overridden."""
+
+
+class OwnLogprobs(HalfAlike):
+    def compute_logprobs(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        return super().compute_logprobs(batch)
+
+
+class OwnGradients(HalfAlike):
+    """Moves the advantages of each minibatch, so that none is 0."""
+
+    def accumulate_gradients(self, minibatch: RolloutBatch, means: RunningMeans) -> None:
+        assert minibatch.advantages is not None
+        minibatch.advantages = minibatch.advantages + 0.1
+        super().accumulate_gradients(minibatch, means)
+
+
+class OwnUpdate(HalfAlike):
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        return super().update(batch)
 
 
 class Record(StepMetrics):
@@ -178,6 +211,36 @@ def test_sequences_that_a_term_reads_are_computed(
     run = train(tmp_path, model, algorithm, **arguments)
     assert run["computed"] == [16] * STEPS
     assert [step["policy/skipped_share"] for step in run["metrics"]] == [0] * STEPS
+
+
+def test_override_of_loss_gets_the_gradient_of_all_sequences(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    own, whole = (train(tmp_path, model, name) for name in ("LossWithTerm", "LossWithTermComputesAll"))
+    assert own["computed"] == [2 * 16] * STEPS  # log-probabilities are computed twice
+    assert own["weights"] == whole["weights"]
+    assert own["metrics"][ALL_ALIKE]["optim/grad_norm"] > 0
+    lines = [record.getMessage() for record in caplog.records if "without advantage are computed" in record.message]
+    assert len(lines) == 1 and "LossWithTerm overrides loss()" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "skipped"),
+    [
+        (HalfAlike, True),
+        (OwnLoss, False),
+        (LossWithTerm, False),
+        (OwnLogprobs, False),
+        (OwnGradients, False),
+        (OwnUpdate, False),
+    ],
+)
+def test_sequences_are_skipped_only_by_methods_of_the_package(algorithm: type[GRPO], skipped: bool, model: str) -> None:
+    module = make_algorithm(algorithm, model)
+    batch = RolloutBatch.of_sequences([[1, 2, 3], [1, 2, 3]])
+    batch.advantages = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])
+    assert module.skippable_sequences(batch).tolist() == [False, skipped]
 
 
 def test_masked_sequences_are_skipped(model: str, tmp_path: Path) -> None:

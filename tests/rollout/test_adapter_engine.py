@@ -13,7 +13,7 @@ import torch
 from engine_models import LONG_PROMPT, engine_config, save_model
 from torch import Tensor
 
-from rlightning.errors import EngineError
+from rlightning.errors import EngineError, EngineStartError
 from rlightning.models import Adapter
 from rlightning.models.adapter_layers import adapter_parameters
 from rlightning.module.policy_module import PolicyModule
@@ -115,6 +115,17 @@ def run(model: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: 
         yield run
     finally:
         run.engines.close()
+
+
+def test_engine_start_names_the_layer_that_cannot_be_wrapped(
+    model: str, tmp_path: Path, starts_processes: None
+) -> None:
+    refused = Run(model, tmp_path, Policy(model), lora_target_modules=["norm"])  # no linear layer
+    try:
+        with pytest.raises(EngineStartError, match=r"LoRA target module model\.norm .* rollout\.send_adapter: false"):
+            refused.engines.wait_for_first()
+    finally:
+        refused.engines.close()
 
 
 def scores(run: Run, token_ids: list[int]) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_models import bare_config
 
-from rlightning.errors import EngineStartError
+from rlightning.errors import EngineError, EngineStartError
 from rlightning.processes.managed_process import ManagedProcess
 from rlightning.rollout.vllm.launcher import EngineProcess, engine_environment, find_cause
 
@@ -57,6 +57,17 @@ def test_engine_process_few_files_starts_nothing(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
+def explain(lines: list[str], *, has_adapter: bool = False) -> EngineError:
+    """The error of an engine that wrote these lines and ended before it was up."""
+    engine: Any = object.__new__(EngineProcess)
+    engine._process = SimpleNamespace(log_lines=lambda: ["all is well", *lines], describe_end=lambda: "exit code 1")
+    engine._is_closing, engine.ready = False, SimpleNamespace(done=lambda: False)
+    engine.config = SimpleNamespace(log_file="engine.log", has_adapter=has_adapter)
+    engine._process.log_tail = lambda: ""
+    error: EngineError = engine._explain("died", 1)
+    return error
+
+
 @pytest.mark.parametrize(
     ("lines", "named"),
     [
@@ -69,12 +80,7 @@ def test_engine_end_without_cause_names_what_host_lacks(
     lines: list[str], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow_few_files(monkeypatch)
-    engine: Any = object.__new__(EngineProcess)
-    engine._process = SimpleNamespace(log_lines=lambda: ["all is well", *lines], describe_end=lambda: "exit code 1")
-    engine._is_closing, engine.ready = False, SimpleNamespace(done=lambda: False)
-    engine.config = SimpleNamespace(log_file="engine.log")
-    engine._process.log_tail = lambda: ""
-    error = engine._explain("died", 1)
+    error = explain(lines)
     assert isinstance(error, EngineStartError)
     assert str(error).startswith("The engine could not start: ") and named in str(error)
     assert ("a process may have 64 files" in str(error)) == ("ValueError" not in named)
@@ -111,3 +117,17 @@ def test_engine_threads_are_limited_unless_user_sets_them(
     config = bare_config(tmp_path / "log", device=torch.device(device))
     expected = str(torch.get_num_threads()) if threads == "own" else threads
     assert engine_environment(config, str(tmp_path))["OMP_NUM_THREADS"] == expected
+
+
+@pytest.mark.parametrize(
+    ("cause", "has_adapter", "is_named"),
+    [
+        ("ValueError: LoRA target module lm.mlp (Linear) could not be wrapped", True, True),
+        ("ValueError: LoRA target module lm.mlp (Linear) could not be wrapped", False, False),
+        ("ValueError: too small", True, False),
+    ],
+)
+def test_engine_that_refuses_an_adapter_names_merged_weights(cause: str, has_adapter: bool, is_named: bool) -> None:
+    error = explain([cause], has_adapter=has_adapter)
+    assert isinstance(error, EngineStartError) and f"could not start: {cause} " in str(error)
+    assert ("rollout.send_adapter: false" in str(error)) == is_named

@@ -159,24 +159,30 @@ def test_engine_that_vllm_has_configured_otherwise_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("room", "needed", "difference"),
+    ("served", "needed", "difference"),
     [
-        (16, 0, "room for adapters of rank 16, not 0"),  # a run without one sends merged weights
-        (8, 16, "room for adapters of rank 8, not 16"),
-        (0, 16, "room for adapters of rank 0, not 16"),
-        (16, 16, None),
-        (32, 16, None),
+        ((0, None), (8, ["q_proj"]), "room for adapters of rank 0, not 8"),
+        ((8, ["q_proj"]), (0, []), "room for adapters of rank 8, not 0"),  # a run without one sends merged weights
+        ((8, None), (16, ["q_proj"]), "room for adapters of rank 8, not 16"),
+        (
+            (8, ["q_proj"]),
+            (8, ["down_proj", "k_proj", "q_proj"]),
+            "room for adapters of q_proj, not of down_proj, k_proj",
+        ),
+        ((8, ["o_proj", "q_proj"]), (8, ["q_proj"]), ""),
+        ((16, None), (8, ["q_proj"]), ""),
     ],
 )
-def test_engine_without_the_adapters_room_is_refused(
-    room: int, needed: int, difference: str | None, folder: Path
+def test_engine_without_room_for_the_runs_adapter_is_refused(
+    served: tuple[int, list[str] | None], needed: tuple[int, list[str]], difference: str, folder: Path
 ) -> None:
     config = config_of(folder, url="tcp://127.0.0.1:1")
-    if needed:
-        config.engine_args.update(enable_lora=True, max_lora_rank=needed)
-    facts = facts_of(ModelFiles.read(str(folder)), **({"adapter_rank": room} if room else {}))
-    if difference is None:
-        check_facts(config, facts)
-    else:
-        with pytest.raises(EngineError, match=rf"It has {difference}\. Start `rlightning serve`"):
+    rank, targets = needed
+    if rank:
+        config.engine_args.update(enable_lora=True, max_lora_rank=rank, lora_target_modules=targets)
+    facts = facts_of(config.files, adapter_rank=served[0], adapter_targets=served[1])
+    if difference:
+        with pytest.raises(EngineError, match=rf"is not for this run\. It has {difference}\. Start `rlightning serve`"):
             check_facts(config, facts)
+    else:
+        check_facts(config, facts)

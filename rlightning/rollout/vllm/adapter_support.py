@@ -1,11 +1,14 @@
 """Finds out from vLLM's source whether it supports adapters for a model."""
 
 import ast
+import inspect
 import re
+import textwrap
 from functools import cache
 
 from transformers import PreTrainedConfig
 
+from rlightning.models.counts import build_empty
 from rlightning.protocols import AdapterSettings
 from rlightning.rollout.vllm.vllm_source import source_of
 
@@ -13,6 +16,8 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can allocate memory."""
 SUPPORTS = "SupportsLoRA"
 MODELS = "vllm.model_executor.models"
+TRANSFORMERS = f"{MODELS}.transformers"
+"""Package of vLLM's classes that run a model's code of transformers."""
 
 
 def room_for(rank: int) -> int:
@@ -44,7 +49,8 @@ def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
 def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | None:
     """Return why vLLM cannot apply an adapter to a model; None if it can, as far as its source shows.
 
-    Other obstacles, such as a module without a counterpart in the engine, raise an error after the first sync.
+    Other obstacles raise an error: when the engine starts, for a layer that vLLM cannot wrap, or after the first sync,
+    for a layer without a counterpart in the engine.
     """
     if adapter.rank > RANKS[-1]:
         return f"vLLM takes ranks of up to {RANKS[-1]}, not {adapter.rank}"
@@ -54,7 +60,24 @@ def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | N
         return f"vLLM has no model class of its own for {' or '.join(names) or config.model_type}"
     if not supports_adapters(*found):
         return f"vLLM's {found[1]} takes no adapters"
+    packed = find_packed_projection(adapter, config) if found[0] == TRANSFORMERS else None
+    if packed is not None:
+        return f"vLLM's {found[1]} takes no adapter of {packed}, one layer for queries, keys and values"
     return None
+
+
+def find_packed_projection(adapter: AdapterSettings, config: PreTrainedConfig) -> str | None:
+    """Return the first adapted layer whose outputs the model's code splits into queries, keys and values; None without.
+
+    vLLM's Transformers backend (its PackedQKVFuser) replaces such a layer by a QKVParallelLinear, which it cannot wrap.
+    A split in a branch that the model does not take counts, too: then the adapter is merged without need.
+    """
+    policy = build_empty(config)
+    first: dict[tuple[type, str], str] = {}  # names by the class of the module above and the layer's name in it
+    for name in adapter.modules:
+        parent, _, attribute = name.rpartition(".")
+        first.setdefault((type(policy.get_submodule(parent)), attribute), name)
+    return next((name for (module, attribute), name in first.items() if _is_split_in_three(module, attribute)), None)
 
 
 @cache
@@ -87,6 +110,23 @@ def supports_adapters(module: str, name: str) -> bool:
         or (base in classes and supports_adapters(module, base))
         or (base in origins and origins[base][0].startswith(f"{MODELS}.") and supports_adapters(*origins[base]))
         for base in bases
+    )
+
+
+def _is_split_in_three(module: type, attribute: str) -> bool:
+    """Return whether a module's ``forward`` has a call such as ``self.c_attn(x).split((q, k, v))`` of a submodule."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(module, "forward", module))))
+    except (OSError, TypeError, SyntaxError):  # no file, or not a function's own lines
+        return False
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return any(
+        getattr(call.func, "attr", "") == "split"
+        and bool(call.args)
+        and isinstance(call.args[0], ast.Tuple | ast.List)
+        and len(call.args[0].elts) == 3
+        and any(isinstance(node, ast.Attribute) and node.attr == attribute for node in ast.walk(call.func))
+        for call in calls
     )
 
 

@@ -40,6 +40,8 @@ FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
 """Signals of crashes."""
 NO_CAUSE = "See root cause above"
 """Phrase in vLLM's last error if its cause is an earlier error in the log."""
+MERGED = "If vLLM takes no adapter of such layers, use rollout.send_adapter: false, which merges base and adapter. "
+"""The alternative if an engine with an adapter does not start for a reason that names LoRA."""
 LAUNCHER_VARIABLES = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|MASTER_.*|TORCHELASTIC_.*)"
 )
@@ -127,7 +129,8 @@ class EngineProcess(EngineConnection):
         if not self.ready.done() and code is not None and (code > 0 or -code in FAULTS):
             cause = self._find_cause()
             if cause:
-                return EngineStartError(f"The engine could not start: {cause} {place}")
+                way_out = MERGED if self.config.has_adapter and "LoRA" in cause else ""
+                return EngineStartError(f"The engine could not start: {cause} {way_out}{place}")
             return EngineError(f"The engine could not start{end}. {place}", log_tail)
         return EngineDiedError(f"The engine {how}{end}. {place}", log_tail)
 

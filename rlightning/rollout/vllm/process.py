@@ -68,6 +68,7 @@ class EngineHost:
         self._watch = asyncio.ensure_future(self._watch_core(server))
         self._is_up.set()
         config = server.engine.vllm_config
+        adapters = config.lora_config
         return make_facts(
             files=files,
             pid=os.getpid(),
@@ -75,7 +76,8 @@ class EngineHost:
             dtype=str(config.model_config.dtype),
             max_model_len=config.model_config.max_model_len,
             tensor_parallel_size=config.parallel_config.tensor_parallel_size,
-            adapter_rank=config.lora_config.max_lora_rank if config.lora_config is not None else 0,
+            adapter_rank=adapters.max_lora_rank if adapters is not None else 0,
+            adapter_targets=adapters.target_modules if adapters is not None else None,
         )
 
     def _guard(self, method: Method) -> Method:
