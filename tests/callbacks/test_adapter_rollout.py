@@ -101,7 +101,6 @@ def test_adapter_support_is_read_in_vllms_source() -> None:
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
     ("config", "obstacle"),
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, None),
@@ -118,7 +117,9 @@ def test_model_to_which_vllm_applies_no_adapter_is_named(
     assert module.adapter is not None
     vars(module.model_config).update(config)
     assert find_obstacle(module.adapter, module.model_config) == obstacle
-=======
+
+
+@pytest.mark.parametrize(
     ("config", "targets", "layer"),
     [
         (GPTBigCodeConfig(n_embd=32, n_head=2, n_layer=1), ("c_attn", "c_fc"), "transformer.h.0.attn.c_attn"),
@@ -137,7 +138,6 @@ def test_packed_projection_of_transformers_backend_is_merged(
         assert obstacle is None
     else:
         assert obstacle is not None and f"TransformersForCausalLM takes no adapter of {layer}, one layer" in obstacle
->>>>>>> wt-skips
 
 
 def test_engine_without_room_gets_merged_weights(engine_model: str) -> None:
