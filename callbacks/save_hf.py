@@ -111,15 +111,21 @@ class SaveHF(RunCallback):
     def _save(self, trainer: Loop, module: object, folder: Path) -> None:
         assert has(module, SavesHF), "setup() has checked it"
         way_out = "Make room there, or name another path. The run's checkpoints are kept."
+        beside = folder.with_name(f"{folder.name}_adapter")
         saved = [("model", folder, module.save_hf)]
         if has(module, SavesAdapter) and module.adapter is not None:
-            saved.append(("adapter", folder.with_name(f"{folder.name}_adapter"), module.save_adapter))
+            saved.append(("adapter", beside, module.save_adapter))
             saved = {"both": saved, "merged": saved[:1], "adapter": saved[1:]}[self.adapter]
         for what, path, save in saved:
             with needed(f"The {what}", path, way_out):
                 save(path)
             if rank_in(trainer) == 0:
                 logger.info("saved the %s to %s", what, path)
+        written = [path for _, path, _ in saved]
+        for path in (folder, beside):
+            if path not in written and path.exists() and rank_in(trainer) == 0:
+                # It may be the user's own, such as the base of the adapter or the adapter of the start.
+                logger.warning("%s is not of this save, and is left as it is. %s is.", path, written[0])
 
     def _folder(self, trainer: Loop) -> Path:
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "hf"

@@ -7,6 +7,7 @@ name, in the order in which jsonargparse merges them.
 
 import difflib
 import inspect
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from importlib import import_module
@@ -69,6 +70,7 @@ class ConfigKeys:
         self._is_in_file = False
         self._begun: set[str] = set()  # the keys of mappings that are set
         self._unset: list[str] = []  # the keys of mappings of which the current option sets the first item
+        self._objects: list[str] = []  # the keys of objects, from the outermost, that the current option changes
         self._leaves: set[str] = set()  # the keys that the current file sets to anything but a mapping
 
     def check_options(self, options: list[str]) -> list[str]:
@@ -76,7 +78,8 @@ class ConfigKeys:
 
         Returns:
             The options for jsonargparse: files are replaced by their content where earlier files change it, and a
-            mapping that nothing has set is set to ``{}`` before the option that sets an item of it.
+            mapping that nothing has set is set to ``{}`` before the option that sets an item of it. A null for an
+            argument of an object inside an object is given in a mapping: jsonargparse would read it as 'None'.
         """
         checked: list[str] = []
         for key, value, words in split_options(options):
@@ -85,8 +88,9 @@ class ConfigKeys:
                 content = self.check_file(value)
                 words = words if content is None else [f"--config={dump_yaml(content)}"]
             elif key.rsplit(".", 1)[-1] != "help" and key.split("=")[0] != "print_config":
-                self._unset = []
+                self._unset, self._objects = [], []
                 self.check_option(key, value)
+                words = self._spell_out_null(key, value) or words
                 checked += [f"--{name}={{}}" for name in self._unset]
             checked += words
         return checked
@@ -174,6 +178,7 @@ class ConfigKeys:
             if not takes_text(hint) and Path(value).is_file():
                 self.check_value(read_config(value, key) if items else read_keys(value, key), hint, key)
             elif not any(is_text(option) and get_origin(option) is not Literal for option in alternatives):
+                self._check_not_path(value, classes, key)
                 found = self.find_class(value, classes, key)
                 if inspect.isfunction(found) and not any(is_callable(option) for option in alternatives):
                     returns = found.__annotations__.get("return", object)  # jsonargparse takes a function of an object
@@ -197,6 +202,21 @@ class ConfigKeys:
                 for written, item in value.items():
                     name, _, rest = str(written).partition(".")
                     self.check_value({rest: item} if rest else item, get_args(option)[1], f"{key}.{name}")
+
+    def _spell_out_null(self, key: str, text: str) -> list[str]:
+        """Return the words that set an argument of an object inside an object to null; [] for another option."""
+        if len(self._objects) < 2 or parse_value(text) is not None:
+            return []
+        parent = self._objects[-1]
+        name = key.removeprefix(f"{parent}.").removeprefix("init_args.")
+        return [f"--{parent}={json.dumps({name: None})}"] if "." not in name.removesuffix("+") else []
+
+    def _check_not_path(self, text: str, classes: list[type], key: str) -> None:
+        """Raise a ConfigError for a text that names no class, if the class has an argument ``path`` for it."""
+        names = {kind.__name__ for base in classes for kind in subclasses(base)}
+        is_dotted = "." in text and "/" not in text and not Path(text).is_dir()
+        if text not in names and not is_dotted and any("path" in self.parameters_of(kind) for kind in classes):
+            raise ConfigError(f"{key}: '{text}' is not a class. For a folder, write {key}.path: {text}.")
 
     def _check_set_once(self, key: str) -> None:
         """Raise a ConfigError if a file sets one key twice, nested in one place and dotted in another."""
@@ -227,6 +247,7 @@ class ConfigKeys:
 
     def check_spec(self, value: Mapping[str, object], bases: list[type], key: str) -> None:
         """Raise a ConfigError if a mapping names an unknown class, or gives it an argument that it lacks."""
+        self._objects.append(key)
         if "class_path" in value:
             self.classes[key] = self.find_class(str(value["class_path"]), bases, f"{key}.class_path")
         chosen = self.classes.get(key, bases[0] if len(bases) == 1 else None)

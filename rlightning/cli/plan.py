@@ -1,5 +1,6 @@
 """``rlightning plan``: computes the memory of a run from its configuration and the model's, on any machine."""
 
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlightning.memory_plan.phases import MemoryPlan
 from rlightning.memory_plan.report import format_plan
 from rlightning.memory_plan.work import Parallelism, PlannedRollout, RoleMemory, Work, read_precision
 from rlightning.models import Adapter, describe_length_limit, load_config, max_model_length
-from rlightning.models.adapter import LoRA, check_parallel, resolve_adapter
+from rlightning.models.adapter import LoRA, check_adapter_precision, check_parallel, resolve_adapter
 from rlightning.models.layers import is_compiled_by_setting
 from rlightning.models.tensor_parallel import check_tensor_parallel
 from rlightning.module.evaluation import no_generator
@@ -98,9 +99,10 @@ def parse_work(args: list[str]) -> Work:
     positions = max_model_length(model_config)
     adapter = read_adapter(model, model_config)
     if adapter is not None:
+        check_adapter_precision(str(trainer["precision"]))
         size = parallelism.tensor_parallel_size
         check_parallel(adapter, is_sharded=parallelism.kind == "fsdp", tensor_parallel_size=size)
-    is_own_reference = adapter is not None and bool(model.get("kl_coef")) and not model.get("reference_model")
+    is_own_reference = adapter is not None and bool(model.get("kl_coef")) and names_own_base(model)
     roles = [role for role in read_roles(kind, model) if not (is_own_reference and role.name == "reference")]
     work = Work(
         config=model_config,
@@ -138,6 +140,12 @@ def read_roles(kind: type, model: Arguments) -> Iterator[RoleMemory]:
     if hasattr(kind, "configure_roles") and kind.configure_roles.__module__.partition(".")[0] != "rlightning":
         name = f"what {kind.__name__}.configure_roles() adds"
         yield RoleMemory(name=name, config=None, optimizer_states="float32")
+
+
+def names_own_base(model: Arguments) -> bool:
+    """Return whether the reference model is the actor's own base: named by the same path, or not at all."""
+    reference = model.get("reference_model") or model["model"]
+    return bool(os.path.expanduser(reference) == os.path.expanduser(model["model"]))
 
 
 def read_adapter(model: Arguments, config: PreTrainedConfig) -> LoRA | None:

@@ -36,7 +36,10 @@ _NAMES_BY_KEY = {
     "model.rewards": "reward_funcs reward_fn reward_function remote_rm_url",
     "model.gradient_checkpointing": "enable_gradient_checkpointing",
     "model.compile": "torch_compile",
-    "model.adapter": "lora use_lora lora_config peft_config lora_rank lora_r lora_alpha lora_target_modules",
+    "model.adapter": "lora use_lora lora_config peft_config",
+    "model.adapter.rank": "r lora_r lora_rank",
+    "model.adapter.alpha": "lora_alpha",
+    "model.adapter.target_modules": "lora_target_modules",
     "model.adapter.quantize_base": "load_in_4bit load_in_8bit",
     "model.validate_first": "val_before_train eval_on_start",
     "data.train": "train_dataset train_files prompt_data",
@@ -75,6 +78,9 @@ PEER_NAMES = {name: key for key, names in _NAMES_BY_KEY.items() for name in name
 ELSEWHERE = dict.fromkeys(("verify", "verify_trajectories"), "rollout.verify_trajectories")
 """The key of this configuration for names that stand in other sections; they may be arguments of any class."""
 
+NOWHERE = {"lora_dropout": "Adapters are trained without dropout, as policies are. Leave it out."}
+"""What to say of names of other libraries that have no counterpart here."""
+
 PARTS = {"fn": "function", "reward_fn": "function", "reward_function": "function"}
 """Keys inside an argument's value, such as a reward's ``function``, by their names in other libraries.
 
@@ -92,9 +98,14 @@ def suggest_name(name: str, choices: Iterable[str]) -> str:
     known = list(choices)
     if PARTS.get(name) in known:
         return f"Did you mean '{PARTS[name]}'?"
+    if name in NOWHERE and name not in known:
+        return NOWHERE[name]
     section, _, key = (PEER_NAMES.get(name) or ELSEWHERE.get(name, "")).partition(".")
     if not key:
         return did_you_mean(name, known)
-    if key in known:
-        return f"Did you mean '{key}'?"
+    group, _, last = key.rpartition(".")
+    if key in known or (group and last in known):
+        return f"Did you mean '{last}'?"
+    if group:
+        return f"That is {section}.{key} here."
     return f"That is {section}.{key} here, an argument of {CLASSES[section]}."

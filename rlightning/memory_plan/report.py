@@ -40,8 +40,23 @@ def describe(plan: MemoryPlan) -> str:
         f"{work.config.model_type} of {plan.trainer.weights.total:,} parameters, {work.precision}, "
         f"{parallelism.ranks} rank{'s' if parallelism.ranks > 1 else ''}{describe_spread(parallelism)}, "
         f"{plan.device_memory / GIB:.1f} GiB each\n"
+        f"{describe_adapter(plan)}"
         f"micro-batches of {plan.tokens:,} tokens, sequences of up to {work.longest:,}, "
         f"gradient_checkpointing: {describe_checkpointing(plan)}" + (f"\n{others}" if others else "")
+    )
+
+
+def describe_adapter(plan: MemoryPlan) -> str:
+    """Return a line with the number of parameters of the actor's adapter, and the GiB a rank of its weights, gradients
+    and moments; "" without an adapter.
+    """
+    lora, trainer = plan.work.adapter, plan.trainer
+    if lora is None:
+        return ""
+    size = trainer.parameters() + trainer.gradients() + trainer.optimizer_state()
+    return (
+        f"{lora.describe()}: {lora.num_parameters:,} trained parameters, {size / GIB:.2f} GiB a rank with their "
+        "gradients and moments\n"
     )
 
 

@@ -165,7 +165,8 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
             f"model='{model}' has no linear layers (nn.Linear) in its blocks that an adapter could be added to. Leave "
             "model.adapter out."
         )
-    lora = _read_keys(adapter, layers, config) if adapter.path is None else _read_folder(adapter, model, layers)
+    is_new = adapter.path is None
+    lora = _read_keys(adapter, layers, config) if is_new else _read_folder(adapter, model, layers, config)
     return (
         lora if adapter.quantize_base is None else replace(lora, quantize_base=adapter.quantize_base, quantized=layers)
     )
@@ -173,9 +174,7 @@ def resolve_adapter(adapter: Adapter, model: str, config: PreTrainedConfig) -> L
 
 def _read_keys(adapter: Adapter, layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig) -> LoRA:
     """Return the adapter that the user's configuration keys describe."""
-    targets = adapter.target_modules or ALL_LINEAR
-    is_all = ALL_LINEAR in ([targets] if isinstance(targets, str) else targets)
-    modules = layers if is_all else match_targets(targets, layers, config)
+    modules = _find_targets(adapter.target_modules or ALL_LINEAR, layers, config)
     rank = adapter.rank or DEFAULT_RANK
     if adapter.rank is not None and rank > (most := max(map(min, modules.values()))):
         raise ConfigError(f"adapter.rank={rank} is more than the matrices themselves have, at most {most}. Try 32.")
@@ -186,6 +185,23 @@ def _read_keys(adapter: Adapter, layers: Mapping[str, tuple[int, int]], config: 
         modules=modules,
         targets=shorten(modules, layers),
     )
+
+
+def _find_targets(
+    targets: str | Sequence[str], layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig
+) -> Mapping[str, tuple[int, int]]:
+    """Return the linear layers that the user's ``target_modules`` name: all of them for "all-linear"."""
+    is_all = ALL_LINEAR in ([targets] if isinstance(targets, str) else targets)
+    return layers if is_all else match_targets(targets, layers, config)
+
+
+def check_adapter_precision(precision: object) -> None:
+    """Raise a ConfigError for the precision of Lightning's that would hold the adapter itself in bfloat16."""
+    if precision == "bf16-true":
+        raise ConfigError(
+            f"trainer.precision={precision} would keep an adapter in bfloat16, which rounds its steps off. Use "
+            "bf16-mixed, which holds the base's matrices in bfloat16 and the adapter in float32."
+        )
 
 
 def check_parallel(lora: LoRA, *, is_sharded: bool, tensor_parallel_size: int = 1) -> None:
@@ -219,6 +235,11 @@ def match_targets(
     """Return the linear layers that match a target, which is a layer's full name or the end of one."""
     wanted = [targets] if isinstance(targets, str) else list(targets)
     for target in wanted:
+        if "," in target:
+            names = [name.strip() for name in target.strip("[]() ").split(",") if name.strip()]
+            raise ConfigError(
+                f"adapter.target_modules: '{target}' is one text. Write a list of names: [{', '.join(names)}]."
+            )
         if not any(is_match(name, target) for name in layers):
             known = [*sorted({name.rpartition(".")[2] for name in layers}), ALL_LINEAR]
             others = build_empty(config).named_modules()
@@ -244,13 +265,14 @@ def shorten(modules: Mapping[str, object], layers: Mapping[str, object]) -> tupl
     return tuple(ends if meant == modules.keys() else modules)
 
 
-def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, int]]) -> LoRA:
+def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig) -> LoRA:
     """Read the saved LoRA in ``adapter.path``; raise a ConfigError if the settings in ``adapter`` contradict it.
 
     Args:
         adapter: the user's settings.
         model: path or name of the base model.
         layers: rows and columns of the weight of each linear layer, by the layer's name.
+        config: configuration of the base model.
     """
     peft, folder = import_peft(), Path(str(adapter.path)).expanduser()
     where = f"adapter.path='{folder}'"
@@ -275,7 +297,7 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
         if value is not None and value != own[name]:
             raise ConfigError(f"adapter.{name}={value}, but {where} has {own[name]}. Leave adapter.{name} out.")
     if adapter.target_modules is not None:
-        raise ConfigError(f"adapter.target_modules cannot be set: {where} says which layers it is for. Leave it out.")
+        _check_same_layers(where, modules, _find_targets(adapter.target_modules, layers, config), layers)
     if found.lora_dropout:
         log.warning(
             "%s has lora_dropout=%g. It is trained without: policies have no dropout.", where, found.lora_dropout
@@ -290,6 +312,33 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
     )
     check_files(dict(lora.shapes), folder, model)
     return lora
+
+
+def _check_same_layers(
+    where: str, own: Mapping[str, object], wanted: Mapping[str, object], layers: Mapping[str, object]
+) -> None:
+    """Raise a ConfigError that names the difference if ``target_modules`` name other layers than the folder adapts.
+
+    Args:
+        where: the folder, for the message.
+        own: layers that the folder's adapter has.
+        wanted: layers that the user's ``target_modules`` name.
+        layers: all linear layers of the model's blocks.
+    """
+    parts = {
+        "names {}, which it does not adapt": [name for name in wanted if name not in own],
+        "lacks {}, which it adapts": [name for name in own if name not in wanted],
+    }
+    differences = []
+    for text, names in parts.items():
+        ends = shorten(dict.fromkeys(names), layers)
+        more = f" and {len(ends) - 4} more" if len(ends) > 4 else ""
+        differences += [text.format(", ".join(ends[:4]) + more)] if ends else []
+    if differences:
+        raise ConfigError(
+            f"adapter.target_modules is not that of {where}: it {' and '.join(differences)}. Leave "
+            "adapter.target_modules out."
+        )
 
 
 def _check_kind(where: str, settings: Mapping[str, object], usual: Mapping[str, object]) -> None:

@@ -1,6 +1,7 @@
 """PEFT's adapter folders: their weights, and a digest of the base model."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,8 @@ from rlightning.foreign_text import cut_line
 from rlightning.models.files import find_weights
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PICKLED_FILE = "adapter_model.bin"
+"""PEFT's file of weights without safetensors, which is not read: unpickling can run code."""
 BASE_DIGEST = "base_digest"
 """The key of a file's metadata for the digest of the base on which an adapter was trained."""
 
@@ -21,6 +24,11 @@ BASE_DIGEST = "base_digest"
 def stored_name(module: str, factor: str) -> str:
     """Return the name that PEFT's files use for a layer's low-rank factor "A" or "B"."""
     return f"base_model.model.{module}.lora_{factor}.weight"
+
+
+def adapted_module(stored: str) -> str:
+    """Return the name of the layer to which a weight of a PEFT file belongs."""
+    return re.split(r"\.(?:lora_\w+|base_layer|weight)\b", stored.removeprefix("base_model.model."))[0]
 
 
 def base_digest(model: str) -> str:
@@ -47,15 +55,27 @@ def check_files(shapes: Mapping[str, tuple[int, int]], folder: Path, model: str)
 
     Raises:
         ConfigError: a weight is missing, unknown or of another shape (the first one is named), or the adapter was
-            trained on a base model with other values.
+            trained on a base model with other values. Layers outside of the model's blocks are named as such.
     """
     where = f"adapter.path='{folder}'"
+    if not (folder / WEIGHTS_FILE).is_file() and (folder / PICKLED_FILE).is_file():
+        raise ConfigError(
+            f"{where} has its weights in {PICKLED_FILE}, and only {WEIGHTS_FILE} is read. Save it again by PEFT's "
+            "save_pretrained(folder, safe_serialization=True)."
+        )
     try:
         with safe_open(folder / WEIGHTS_FILE, "pt") as file:
             stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             digest = (file.metadata() or {}).get(BASE_DIGEST, "")
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{where} has no readable {WEIGHTS_FILE}: {cut_line(error)}") from error
+    for name in sorted(stored.keys() - shapes.keys()):
+        module = adapted_module(name)
+        if not re.search(r"\.\d+\.", module):  # blocks are numbered
+            raise ConfigError(
+                f"{where} adapts '{module}', outside of the model's blocks, and only layers in the blocks are trained "
+                f"here. Train it again without '{module}' in target_modules."
+            )
     for name in sorted({*stored, *shapes}):
         if stored.get(name) != shapes.get(name):
             held = f"is {list(stored[name])}" if name in stored else "is missing"

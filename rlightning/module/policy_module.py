@@ -24,7 +24,7 @@ from rlightning.models import (
     save_adapter,
     save_policy,
 )
-from rlightning.models.adapter import LoRA, check_parallel, resolve_adapter
+from rlightning.models.adapter import LoRA, check_adapter_precision, check_parallel, resolve_adapter
 from rlightning.models.adapter_layers import (
     adapter_off,
     adapter_parameters,
@@ -208,10 +208,7 @@ class PolicyModule(Ranks, SavedModule):
         is_compiled, _ = should_compile(self.compiles_layers, device, self.tensor_parallel_size)
         dtype = computes_in = torch.get_default_dtype()
         if adapter is not None and dtype.itemsize < 4:
-            raise ConfigError(
-                "trainer.precision=bf16-true would keep an adapter in bfloat16, which rounds its steps off. Use "
-                "bf16-mixed, which holds the base's matrices in bfloat16 and the adapter in float32."
-            )
+            check_adapter_precision("bf16-true")
         if strategy is not None and self.trainer.precision.startswith("bf16"):
             computes_in = torch.bfloat16
         frozen_dtype = None if is_trained else computes_in

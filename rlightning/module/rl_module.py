@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from rlightning.console import ignore_warnings
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.models.adapter import check_parallel
+from rlightning.models.adapter import check_adapter_precision, check_parallel
 from rlightning.models.adapter_layers import adapter_off
 from rlightning.module.batching import balance, minibatch_seed
 from rlightning.module.evaluation import EvaluationSteps
@@ -165,6 +165,7 @@ class RLModule(EvaluationSteps):
                 "rlightning.rewards.exact_match, override compute_rewards, or use an environment that rewards."
             )
         if self.adapter is not None:
+            check_adapter_precision(self.trainer.precision)
             is_sharded = isinstance(self.trainer.strategy, FSDP)
             check_parallel(self.adapter, is_sharded=is_sharded, tensor_parallel_size=self.tensor_parallel_size)
         check_data_source(self.trainer, self)

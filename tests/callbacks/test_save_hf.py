@@ -71,3 +71,12 @@ def test_module_without_save_hf_raises_before_run(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"Other has no save_hf\(path\)"):
         make_trainer(tmp_path, SaveHF()).fit(Other(), loader())
+
+
+def test_a_folder_of_an_earlier_save_is_left_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "hf_adapter").mkdir()
+    make_trainer(tmp_path, SaveHF()).fit(ObservedModule(), loader())
+    assert (tmp_path / "hf_adapter").is_dir()
+    assert f"{tmp_path / 'hf_adapter'} is not of this save, and is left as it is. {tmp_path / 'hf'} is." in messages(
+        caplog
+    )

@@ -22,6 +22,12 @@ from rlightning.rewards import RewardFunction
     ("options", "message"),
     [
         ("--trainer.max_step=3", "trainer.max_step: there is no such key. Did you mean 'max_steps'?"),
+        ("--model.adapter.lora_alpha=8", "model.adapter.lora_alpha: there is no such key. Did you mean 'alpha'?"),
+        ("--model.adapter.r=8", "model.adapter.r: there is no such key. Did you mean 'rank'?"),
+        (
+            "--model.adapter=hf_adapter",
+            "model.adapter: 'hf_adapter' is not a class. For a folder, write model.adapter.",
+        ),
         ("--model.l=3", "model.l: there is no such key. Did you mean 'lr'?"),
         ("--model.init_args.learning_rat=3", "model.init_args.learning_rat: there is no such key. "),
         ("--model.completion_col=x", "model.completion_col: there is no such key. Did you mean 'completion_column'?"),
@@ -121,6 +127,14 @@ def test_wrong_file_is_one_line(
     assert code == 2
     assert errors.splitlines()[-1].startswith(f"error: {message}")
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("key", ["model.adapter", "model.init_args.adapter"])
+def test_a_null_inside_an_objects_object(project: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+    options = ("--model.adapter", "{rank: 4, path: a}", f"--{key}.rank", "null", f"--{key}.path=null")
+    adapter = resolve_config(capsys, "--config", "run.yaml", *options)["model"]["init_args"]["adapter"]
+    given = adapter.get("init_args", adapter)
+    assert given["rank"] is None and given["path"] is None
 
 
 @pytest.mark.long

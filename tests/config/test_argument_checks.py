@@ -112,6 +112,8 @@ class ByComputedNames(GRPO):
             {"xyz": 1},
             "Choose from: function, weight, name, arguments",
         ),
+        (GRPO, {"lora_alpha": 8}, "GRPO has no argument 'lora_alpha'. That is model.adapter.alpha here."),
+        (GRPO, {"lora_dropout": 0.1}, "Adapters are trained without dropout, as policies are. Leave it out."),
         (GRPO, {"learning_rate": 1e-6}, "GRPO has no argument 'learning_rate'. Did you mean 'lr'?"),
         (GRPO, {"num_generations": 8}, "GRPO has no argument 'num_generations'. Did you mean 'samples_per_prompt'?"),
         (GRPO, {"beta": 0.04}, "GRPO has no argument 'beta'. Did you mean 'kl_coef'?"),

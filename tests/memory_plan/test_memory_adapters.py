@@ -109,6 +109,9 @@ def test_plan_reads_the_adapter(options: list[str], tmp_path: Path, monkeypatch:
     assert work.others == () and work.is_own_reference
     text = plan(["--config", "run.yaml", "--device-memory", "80GB", *options])
     assert "frozen models" in text
+    assert f"LoRA of rank 4, alpha 8, on 28 linear layers: {work.adapter.num_parameters:,} trained parameters, " in text
+    named = parse_work(["fit", "--config", "run.yaml", "--model.reference_model", "model"])
+    assert named.others == () and named.is_own_reference
     apart = parse_work(["fit", "--config", "run.yaml", "--model.reference_model", "model", "--model.adapter", "null"])
     assert [role.name for role in apart.others] == ["reference"]
 

@@ -96,6 +96,10 @@ def test_targets_are_ends_of_names(model: str) -> None:
         ({"target_modules": []}, r"adapter\.target_modules names no layers"),
         ({"target_modules": ["q_prj"]}, r"'q_prj' is no module of the model\. Did you mean 'q_proj'\?"),
         ({"target_modules": "all_linear"}, r"'all_linear' is no module of the model\. Did you mean 'all-linear'\?"),
+        (
+            {"target_modules": "q_proj,v_proj"},
+            r"'q_proj,v_proj' is one text\. Write a list of names: \[q_proj, v_proj\]",
+        ),
         ({"target_modules": ["lm_head"]}, r"'lm_head' is a Linear, no linear layer of the model's blocks"),
         ({"target_modules": ["input_layernorm"]}, r"'input_layernorm' is a Qwen3RMSNorm"),
         ({"path": "nowhere"}, r"adapter\.path='nowhere' has no adapter_config\.json"),
@@ -296,3 +300,29 @@ def test_folder_with_weight_that_is_not_finite_is_refused(model: str, tmp_path: 
     save_file(weights, tmp_path / "adapter_model.safetensors")
     with refused(rf"has a weight that is NaN or infinite, '{re.escape(broken)}'"):
         load_adapted(model, resolve(model, path=tmp_path))
+
+
+def test_targets_beside_a_folder_are_those_of_its_adapter(model: str, tmp_path: Path) -> None:
+    save_peft(model, tmp_path, target_modules=["q_proj", "v_proj"])
+    alone = resolve(model, path=tmp_path)
+    assert resolve(model, path=tmp_path, target_modules=["self_attn.v_proj", "q_proj"]) == alone
+    with refused(
+        r"is not that of adapter\.path=.*: it names k_proj, which it does not adapt and lacks v_proj, which it"
+    ):
+        resolve(model, path=tmp_path, target_modules=["q_proj", "k_proj"])
+    with refused(r"it names down_proj, gate_proj, k_proj, o_proj and 1 more, which it does not adapt\. Leave"):
+        resolve(model, path=tmp_path, target_modules="all-linear")
+
+
+@pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "lm_head"]])
+def test_a_folder_of_a_layer_outside_of_the_blocks_is_refused(model: str, tmp_path: Path, targets: list[str]) -> None:
+    save_peft(model, tmp_path, target_modules=targets)
+    with refused(r"adapts 'lm_head', outside of the model's blocks.* without 'lm_head' in target_modules"):
+        resolve(model, path=tmp_path)
+
+
+def test_a_folder_without_safetensors_is_refused_with_the_way_out(model: str, tmp_path: Path) -> None:
+    save_peft(model, tmp_path)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with refused(r"has its weights in adapter_model\.bin.* save_pretrained\(folder, safe_serialization=True\)"):
+        resolve(model, path=tmp_path)

@@ -151,7 +151,8 @@ def test_frozen_weights_are_read_on_the_host(model_folder: str) -> None:
 
 def test_an_adapter_in_half_precision_is_refused(model_folder: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="precision=bf16-true would keep an adapter in bfloat16"):
-        fit(tmp_path, make_grpo(model_folder, adapter=ADAPTER), 1, precision="bf16-true")
+        fit(tmp_path, module := make_grpo(model_folder, adapter=ADAPTER), 1, precision="bf16-true")
+    assert not module.roles  # nothing was loaded
 
 
 @pytest.mark.parametrize("sends_adapter", [False, True])
