@@ -94,6 +94,7 @@ def train(
         "kl_coef": 0.1,
         "max_tokens_per_microbatch": WHOLE,
         "loss_aggregation": "token_mean",  # ranks have different numbers of tokens, and as many sequences
+        "share_prefixes": True,
     }
     torch.manual_seed(int(os.environ.get("RANK", 0)))  # an adapter's first values are of rank 0's
     module = make_grpo(model, samples_per_prompt=4, lr=LR, validate_first=False, **arguments | kwargs)
