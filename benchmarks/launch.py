@@ -27,6 +27,8 @@ BENCHMARKS = Path(__file__).parent
 PROMPT_TOKENS = 128
 RUN_TIMEOUT = 900.0
 """Seconds that one run may take."""
+END_SECONDS = 15.0
+"""That a run which is ended has for its ranks."""
 MOST_OF_AN_END = 300
 """Characters of a table's cell that says how a run failed: PyTorch's line on a full device has the facts in them."""
 
@@ -314,9 +316,15 @@ def count_gpus() -> int:
 
 
 def fit(job: Job, arguments: argparse.Namespace, devices: Sequence[int], *, timeout: float = RUN_TIMEOUT) -> Run:
-    """Run a job in a folder of its own below ``--out``, on the given devices, for so many seconds at most."""
+    """Run a job in a folder of its own below ``--out``, on the given devices, for so many seconds at most.
+
+    torchrun starts ranks, all of them at once; Lightning would start the others when rank 0 has imported everything.
+    """
     folder, options = write_run(arguments, job)
-    command = [sys.executable, "-m", "rlightning", *options]
+    trainer = job.config["trainer"]
+    num_ranks = 1 if "RayController" in str(trainer.get("strategy")) else trainer.get("devices", 1)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [sys.executable, *(torchrun if num_ranks > 1 else []), "-m", "rlightning", *options]
     environment = program_environment()
     if arguments.device == "cuda":
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -335,7 +343,8 @@ def program_environment() -> dict[str, str]:
 def run_logged(command: Sequence[str], log: Path, environment: dict[str, str], timeout: float) -> int:
     """Run a command, whose output the log gets; its exit code, 124 if it took more than so many seconds.
 
-    The processes of its session end with it: ranks would wait for rank 0 for half an hour, and keep their GPUs.
+    The processes of its session end with it: ranks would wait for rank 0 for half an hour, and keep their GPUs. Those
+    that torchrun starts have sessions of their own; it ends them when it is asked to end.
     """
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -344,6 +353,9 @@ def run_logged(command: Sequence[str], log: Path, environment: dict[str, str], t
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
             return 124
         finally:
             with contextlib.suppress(ProcessLookupError):
