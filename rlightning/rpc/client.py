@@ -111,7 +111,10 @@ async def end_process(process: ManagedProcess, peer: Peer) -> str:
     loop = asyncio.get_running_loop()
     if peer.closed.done():
         await loop.run_in_executor(None, process.wait, intervals.EXIT_STATUS_GRACE)
-    await loop.run_in_executor(None, process.terminate)
+    try:
+        await loop.run_in_executor(None, process.terminate)
+    except RuntimeError:  # the interpreter shuts down, and no longer starts threads
+        process.terminate()
     peer.abort("it was ended")
     return process.describe_end()
 

@@ -3,12 +3,13 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import in_event_loop
+from waiting import in_event_loop, still_running
 
 from rlightning import intervals
 from rlightning.rpc import ConnectionLostError, ProcessStartError, RemoteError, pooled_worker
@@ -149,3 +150,20 @@ async def test_worker_failing_to_start_leaves_calls(tmp_path: Path) -> None:
     assert all(isinstance(one, int) for one in await asyncio.gather(*calls))
     assert count(tmp_path, "slow") == 2
     await pool.close()
+
+
+UNCLOSED = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from test_worker_pool import make_pool
+from rlightning.rpc.client import LoopThread
+print(LoopThread("calls").run(make_pool().call("a", sys.argv[1], hang_timeout=60.0)))
+"""
+
+
+def test_program_that_closes_no_pool_ends_its_worker_in_silence(tmp_path: Path) -> None:
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", UNCLOSED, str(tmp_path), *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert still_running([int(done.stdout)]) == []
+    assert done.stderr == ""
