@@ -174,7 +174,7 @@ def summarise(run: Run, placement: Placement, prompts: int, phase: Phase) -> dic
         "sync, s": middle(row.get("time/sync", 0.0) for row in steps),
         "swap, ms": middle(swaps),
         "longest swap": max(swaps, default=None),
-        "staleness": mean(row.get("async/staleness_mean", 0.0) for row in steps) if steps else None,
+        "mean staleness": mean(row.get("async/staleness_mean", 0.0) for row in steps) if steps else None,
         "requeued": mean(row.get("async/requeued", 0.0) for row in steps) if steps else None,
         "free, GiB": memory and float(memory["free"]),
         "cache, GiB": memory and float(memory["cache"]),

@@ -88,7 +88,7 @@ class StepTrace(CSVTrace):
         if is_controller():
             found = {
                 "is_initialized": torch.cuda.is_initialized(),
-                "mib": own_mib(trainer.strategy.group.process_ids()),
+                "mib": own_mib(worker_processes(trainer.strategy.group)),
             }
             (run_dir(trainer) / "device.json").write_text(json.dumps(found))
 
@@ -99,6 +99,13 @@ def object_store_bytes() -> float:
 
     name = "object_store_memory"
     return float(ray.cluster_resources()[name] - ray.available_resources().get(name, 0.0))
+
+
+def worker_processes(group: Any) -> list[int]:
+    """The process ids of a group's workers."""
+    import ray
+
+    return ray.get([actor.process_id.options(concurrency_group="commands").remote() for actor in group.actors])
 
 
 def own_mib(others: list[int]) -> float | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
@@ -24,6 +25,27 @@ __all__ = ["Store", "StridedShard", "is_traceable_wrapper_subclass"]  # what is 
 
 all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 """torch's all-gather into one tensor; the name of torch before 2.13 is deprecated."""
+
+
+def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of a tensor over the ranks of a group, as a new tensor.
+
+    In compiled code torch 2.11 loses the gradient of what a collective has changed in place, without an error.
+    """
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_reduce(part.contiguous(), "sum", group))
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def stack_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors [...] of all ranks of a group as one [ranks, ...]; see :func:`sum_over_ranks`."""
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_gather_tensor(part.contiguous().unsqueeze(0), 0, group))
+    parts = part.new_empty(group.size(), *part.shape)
+    all_gather_single(parts, part.contiguous().unsqueeze(0), group=group)
+    return parts
 
 
 def default_store() -> Store:

@@ -7,6 +7,7 @@ ranks, and one that is split by columns the gradient of its inputs; here each la
 once for all layers with the same inputs.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.func import functional_call
 from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlightning.errors import ConfigError
 from rlightning.models.counts import matches_plan, read_setting
 from rlightning.parallel.sharding import local_tensor
-from rlightning.torch_internals import all_gather_single
+from rlightning.torch_internals import stack_over_ranks, sum_over_ranks
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -31,7 +33,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(part, group)
+        return sum_over_ranks(part, group)
 
     @staticmethod
     @once_differentiable
@@ -50,7 +52,7 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
+        return sum_over_ranks(grad, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -59,9 +61,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        parts = part.new_empty(group.size(), *part.shape)
-        all_gather_single(parts, part.contiguous().unsqueeze(0), group=group)
-        return parts.movedim(0, -2).flatten(-2)
+        return stack_over_ranks(part, group).movedim(0, -2).flatten(-2)
 
     @staticmethod
     @once_differentiable
@@ -71,12 +71,6 @@ class _Gather(torch.autograd.Function):
 
 def _own_part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole.chunk(group.size(), -1)[group.rank()]
-
-
-def _sum(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = part.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
 
 
 class _SplitLinear(nn.Linear):
@@ -147,18 +141,13 @@ def sum_parameter_gradients(layer: nn.Module, mesh: DeviceMesh) -> None:
     The parameters are equal on all ranks; of each gradient a rank computes the part of its heads.
     """
     group, names = mesh.get_group(), [name for name, _ in layer.named_parameters(recurse=False)]
+    plain = copy.deepcopy(layer)  # computes with what it is given in the place of its parameters
     _distribute(layer, mesh, dict.fromkeys(names, Replicate()))
-    forward = layer.forward
 
     def run(*args: object, **kwargs: object) -> object:
         parameters = {name: local_tensor(layer.get_parameter(name)) for name in names}
-        # In the instance's dictionary they come before the parameters, which nn.Module looks up elsewhere.
-        vars(layer).update({name: _SumGradients.apply(own, group) for name, own in parameters.items()})  # type: ignore[no-untyped-call]
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            for name in names:
-                del vars(layer)[name]
+        summed = {name: _SumGradients.apply(own, group) for name, own in parameters.items()}  # type: ignore[no-untyped-call]
+        return functional_call(plain, summed, args, kwargs)
 
     layer.forward = run
 

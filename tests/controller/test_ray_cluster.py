@@ -135,7 +135,7 @@ def fit_until_step_2(folder: Path, *options: str) -> "tuple[subprocess.Popen[str
     """A run under a controller that has done two steps, and what it has said so far."""
     make_project(folder)
     process = subprocess.Popen(
-        [str(Path(sys.executable).with_name("rlightning")), *FIT, "--trainer.default_root_dir", "run",
+        [sys.executable, "-m", "rlightning", *FIT, "--trainer.default_root_dir", "run",
          "--trainer.max_steps", "100000", "--trainer.max_epochs=-1", *options],
         cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
