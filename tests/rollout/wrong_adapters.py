@@ -1,7 +1,7 @@
 """A worker that gets adapters wrong, in a way that a file says."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from rlightning.rollout.vllm.weight_receiver import WorkerExtension
 class WrongAdapter(WorkerExtension):
     """Does with an adapter what the file of the variable FAULT says; "" is nothing wrong."""
 
-    def rl_install_adapter(self, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> list[str]:
+    def rl_install_adapter(self, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> Sequence[str]:
         fault = Path(os.environ["FAULT"]).read_text()
         settings, weights = dict(settings), dict(weights)
         if fault == "older":
