@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 else:  # type checkers do not find it in that module
     Store = dist.Store
 
-__all__ = ["Store", "StridedShard", "TorchDispatchMode", "is_traceable_wrapper_subclass"]  # what is imported here under another name
+# What is imported here under another name.
+__all__ = ["Store", "StridedShard", "TorchDispatchMode", "is_traceable_wrapper_subclass"]
 
 
 all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -27,4 +28,7 @@ class WrongAdapter(WorkerExtension):
             settings["use_rslora"] = True
         if fault == "one module missing":
             weights = {name: weight for name, weight in weights.items() if "layers.1.self_attn.k_proj" not in name}
+        if fault == "no installation":
+            with patch("rlightning.rollout.vllm.adapters.LoRAModel"):  # whose layers are none
+                return super().rl_install_adapter(settings, weights)
         return super().rl_install_adapter(settings, weights)
