@@ -340,7 +340,7 @@ def test_workers_send_their_adapter_to_an_engine_that_is_an_actor(many: Path) ->
     """By itself, as its proof by other values shows, and at each step, while the engine is ahead."""
     found = seen(many, "adapter")
     syncs = [hook for hook in found["hooks"] if hook.startswith("on_weight_sync_start")]
-    assert syncs == [f"on_weight_sync_start {version}" for version in (0, 0, 1, 2)]
+    assert syncs == [f"on_weight_sync_start {version}" for version in (0, 0, 1, 2, 3)]
     assert [step["async/staleness_max"] for step in found["steps"]] == [0, 1, 1]
     assert found["steps"][0]["policy/rollout_gap_max"] < 1e-3
     assert found["steps"][-1]["policy/kl"] > 0

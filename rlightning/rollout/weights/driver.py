@@ -106,7 +106,7 @@ class WeightSender:
     def __init__(self, plan: ChunkPlan, bucket: Tensor | None = None, *, destination: int | None = None) -> None:
         self.plan, self.destination = plan, destination
         self.bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device="meta") if bucket is None else bucket
-        self.views = ChunkViews(plan, self.bucket)
+        self._views: ChunkViews | None = None
 
     def make_receivers(self, devices: Sequence[str]) -> Sequence[WeightReceiver]:
         """Return a receiver for each worker; earlier receivers become invalid.
@@ -136,11 +136,12 @@ class WeightSender:
         Raises:
             EngineError: the source's weights are not those of the plan.
         """
+        self._views = self._views or ChunkViews(self.plan, self.bucket)
         weights = self.plan.match(source)
         for index, chunk in enumerate(self.plan.sent_chunks(source)):
             places: list[Tensor] = []
             tensors: list[Tensor] = []
-            for (_, place), (_, tensor) in zip(self.views.tensors(index), islice(weights, len(chunk)), strict=True):
+            for (_, place), (_, tensor) in zip(self._views.tensors(index), islice(weights, len(chunk)), strict=True):
                 if isinstance(tensor, DTensor) or index < self.plan.num_adapter_chunks:
                     places.append(place)
                     tensors.append(tensor)
@@ -166,8 +167,7 @@ class WeightSender:
 
     def close(self) -> None:
         """Release all resources, after the last engine has stopped using them. May be called twice."""
-        self.bucket = torch.empty(0, dtype=torch.uint8)
-        self.views = ChunkViews(self.plan, self.bucket)
+        self.bucket, self._views = torch.empty(0, dtype=torch.uint8), None
 
 
 class WeightUpdater:

@@ -63,7 +63,7 @@ class FileSender(WeightSender):
         for chunk in super().fill(source):
             try:
                 with written_aside(self._files[chunk]) as partial:
-                    save_file(dict(self.views.tensors(chunk)), partial, {SYNC: str(self._num_syncs)})
+                    save_file(dict(self.plan.tensors(self.bucket, chunk)), partial, {SYNC: str(self._num_syncs)})
                 yield chunk
             finally:
                 remove(self._files[chunk])
