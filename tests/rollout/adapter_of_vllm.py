@@ -7,6 +7,7 @@ with each adapter, and writes the log-probabilities of all but the first one int
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
@@ -29,8 +30,8 @@ def main(base: str, tokens: str, result: str, *adapters: str) -> None:
     found = []
     for request in (None, *(LoRARequest(path, number, path) for number, path in enumerate(adapters, start=1))):
         (output,) = llm.generate({"prompt_token_ids": token_ids}, sampling, lora_request=request, use_tqdm=False)
-        entries = output.prompt_logprobs[1:]
-        found.append([entry[token].logprob for entry, token in zip(entries, token_ids[1:], strict=True)])
+        entries: Any = output.prompt_logprobs
+        found.append([entry[token].logprob for entry, token in zip(entries[1:], token_ids[1:], strict=True)])
     Path(result).write_text(json.dumps(found))
 
 
