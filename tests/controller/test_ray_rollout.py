@@ -101,6 +101,7 @@ class AtWork(RLCallback):
         weights = full_weights(pl_module.loaded_actor)  # from all ranks
         (offload,) = (callback for callback in trainer.callbacks if isinstance(callback, OffloadDuringRollout))
         did = {"offloaded": offload.last["memory/offloaded_gib"], "synchronized": self.num_synchronized}
+        did["sends_adapter"] = pl_module.sends_adapter
         folder = Path(trainer.default_root_dir)
         torch.save(weights, folder / f"weights{trainer.global_rank}.pt")
         (folder / f"callbacks{trainer.global_rank}.json").write_text(json.dumps(did | {"pid": os.getpid()}))
@@ -337,8 +338,10 @@ def test_standalone_engines_are_actors_of_their_own(many: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_send_their_adapter_to_an_engine_that_is_an_actor(many: Path) -> None:
-    """By itself, as its proof by other values shows, and at each step, while the engine is ahead."""
+    """By itself, not merged, and at each step, while the engine is ahead."""
     found = seen(many, "adapter")
+    did = [json.loads((many / "adapter" / f"callbacks{rank}.json").read_text()) for rank in range(2)]
+    assert [one["sends_adapter"] for one in did] == [True, True]
     syncs = [hook for hook in found["hooks"] if hook.startswith("on_weight_sync_start")]
     assert syncs == [f"on_weight_sync_start {version}" for version in (0, 0, 1, 2, 3)]
     assert [step["async/staleness_max"] for step in found["steps"]] == [0, 1, 1]
