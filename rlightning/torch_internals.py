@@ -13,14 +13,15 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.attention.varlen import _varlen_attn_backward
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 else:  # type checkers do not find it in that module
     Store = dist.Store
 
-__all__ = ["Store", "StridedShard", "is_traceable_wrapper_subclass"]  # what is imported here under another name
+# What is imported here under another name.
+__all__ = ["Store", "StridedShard", "TorchDispatchMode", "is_traceable_wrapper_subclass"]
 
 
 all_gather_single = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -95,12 +96,25 @@ def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source tensor into its target, many with one kernel."""
-    torch._foreach_copy_(targets, sources)
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
-def scale_tensors(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply each tensor by a scalar on its device, in place, many in one kernel."""
-    torch._foreach_mul_(tensors, factor)
+def zero_tensors(tensors: list[Tensor]) -> None:
+    """Fill each tensor with zeros, many with one kernel."""
+    if tensors:
+        torch._foreach_zero_(tensors)
+
+
+def scale_tensors(tensors: list[Tensor], factor: Tensor | list[float]) -> None:
+    """Multiply tensors in place, many in one kernel: all by a scalar on their device, or each by its own number."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def is_write(operator: "torch._ops.OpOverload[..., object]") -> bool:
+    """Return whether an operator, as a TorchDispatchMode gets it, writes into its arguments."""
+    return operator._schema.is_mutable
 
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

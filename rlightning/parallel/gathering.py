@@ -167,13 +167,15 @@ def gather_into(
     """
     is_wanted = destination is None or not dist.is_initialized() or dist.get_rank() == destination
     sharded: dict[_Layout, list[tuple[Tensor, DTensor]]] = {}
+    plain: list[tuple[Tensor, Tensor]] = []
     for output, tensor in zip(outputs, tensors, strict=True):
         if isinstance(tensor, DTensor):
             # tensors on the same ranks are gathered together, whichever of their dimensions is split
             layout = _Layout.of(tensor)
             sharded.setdefault(layout, []).append((output, tensor))
         elif is_wanted:
-            output.copy_(tensor)
+            plain.append((output, tensor))
+    copy_tensors([output for output, _ in plain], [tensor for _, tensor in plain])
     by_ranks: dict[tuple[int, ...], list[tuple[Tensor, DTensor]]] = {}
     for layout, pairs in sharded.items():
         layout.check()

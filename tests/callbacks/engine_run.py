@@ -1,5 +1,6 @@
 """Runs with a real engine on the CPU: a tiny model, a Trainer for it, and what such a run may leave behind."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,24 @@ class Witness(RLCallback):
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         self.validations.append((trainer.global_step, metrics))
+
+
+class Origins(RLCallback):
+    """Notes how far each token's log-probability is from that under the weights that it says it is of."""
+
+    def __init__(self) -> None:
+        self.actors: list[Any] = []
+        self.gaps: list[float] = []
+        self.num_workers: list[int] = []
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        self.actors.append(copy.deepcopy(module.loaded_actor))
+        for version in versions(batch):
+            logprobs = module.evaluate_logprobs(batch, self.actors[version], temperature=1.0, max_tokens=10_000)
+            own = batch.is_sampled & (batch.weight_versions == version)
+            self.gaps.append((logprobs - batch.rollout_logprobs)[own].abs().max().item())
+        (engine,) = module.generator._engines.samplers
+        self.num_workers.append(sum("Worker_TP" in command for command in in_session(engine.process.pid)))
 
 
 class InterruptionError(Exception):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine_run import Witness, make_data, make_module, make_rollout, make_trainer, versions
+from engine_run import (
+    Origins,
+    Witness,
+    check_staleness,
+    find_core,
+    make_data,
+    make_module,
+    make_rollout,
+    make_trainer,
+    versions,
+)
 from rank_processes import finish, start_calls
 from tiny import full_weights
 from transformers import GPTBigCodeConfig, Olmo2Config, PreTrainedConfig
@@ -17,6 +28,7 @@ from transformers import GPTBigCodeConfig, Olmo2Config, PreTrainedConfig
 from rlightning.callbacks import TransformersRollout
 from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.errors import ConfigError, EngineError
+from rlightning.hooks import RLCallback
 from rlightning.models import Adapter
 from rlightning.models.adapter import linear_layers
 from rlightning.parallel.fsdp import FSDP
@@ -53,6 +65,56 @@ def test_what_is_sampled_is_the_adapted_actors(
     assert ("sent base and adapter merged, rounded to their dtype: rollout.send_adapter=false" in caplog.text) is (
         sends is False
     )
+
+
+class HoldEngine(RLCallback):
+    """Stops the engine while a step is trained on: what is under way then is under way at the next sync."""
+
+    core: int | None = None
+
+    def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
+        (engine,) = module.generator._engines.samplers
+        self.core = find_core(engine.process.pid)
+        os.kill(self.core, signal.SIGSTOP)
+
+    def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
+        self.release()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.release()
+
+    def release(self) -> None:
+        if self.core is not None:
+            os.kill(self.core, signal.SIGCONT)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_tokens_in_flight_are_of_the_adapter_that_they_name(engine_model: str, tmp_path: Path) -> None:
+    """Several adapters sample one completion, each none of whose tokens is older than allowed."""
+    torch.manual_seed(0)
+    witness, origins = Witness(), Origins()
+    rollout = make_rollout(
+        placement="standalone",
+        max_staleness=2,
+        max_new_tokens=24,
+        cache_after_sync="recompute",
+        send_adapter=True,
+        verify_every=10,  # requests for verification would wait for all that is in flight
+        verify_trajectories=False,
+        engine={"max_num_seqs": 6},  # of 24 in flight: at each sync some have begun and not ended
+    )
+    module = make_module(engine_model, adapter=ADAPTER, lr=0.1, validate_first=False)
+    make_trainer(tmp_path, 3, rollout, origins, witness, HoldEngine()).fit(module, make_data(tmp_path))
+    assert len(witness.batches) == 3
+    check_staleness(witness.batches, 2)
+    assert max(origins.gaps) < 1e-4
+    sampled_by = [sample.weight_versions for batch in witness.batches for sample in batch.completions]
+    assert all(list(versions) == sorted(versions) for versions in sampled_by)
+    assert any(len(set(versions)) > 1 for versions in sampled_by), "no sync came amid a completion"
+    batch, first, last = witness.batches[-1], origins.actors[0], origins.actors[-1]
+    logprobs = [module.evaluate_logprobs(batch, actor, temperature=1.0, max_tokens=10_000) for actor in (first, last)]
+    assert (logprobs[0] - logprobs[1])[batch.is_sampled].abs().max() > 0.1, "adapters cannot be told apart"
 
 
 @pytest.mark.long

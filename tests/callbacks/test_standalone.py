@@ -1,7 +1,6 @@
 """Engines on devices of their own, under the real Trainer: on-policy, running ahead, killed, stopped, resumed."""
 
 import contextlib
-import copy
 import itertools
 import os
 import signal
@@ -17,6 +16,7 @@ from engine_run import (
     PER_STEP,
     InterruptionError,
     Interrupts,
+    Origins,
     Witness,
     check_each_once,
     check_on_policy,
@@ -83,24 +83,6 @@ def test_zero_max_staleness_samples_only_current_weights(engine_model: str, tmp_
     check_on_policy(witness)
     assert [step for step, _ in witness.validations] == [0, 2, 4]
     assert {"engine_sleep", "engine_wake"}.isdisjoint(witness.events)
-
-
-class Origins(RLCallback):
-    """Notes how far each token's log-probability is from that under the weights that it says it is of."""
-
-    def __init__(self) -> None:
-        self.actors: list[Any] = []
-        self.gaps: list[float] = []
-        self.num_workers: list[int] = []
-
-    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
-        self.actors.append(copy.deepcopy(module.loaded_actor))
-        for version in versions(batch):
-            logprobs = module.evaluate_logprobs(batch, self.actors[version], temperature=1.0, max_tokens=10_000)
-            own = batch.is_sampled & (batch.weight_versions == version)
-            self.gaps.append((logprobs - batch.rollout_logprobs)[own].abs().max().item())
-        (engine,) = module.generator._engines.samplers
-        self.num_workers.append(sum("Worker_TP" in command for command in in_session(engine.process.pid)))
 
 
 @pytest.mark.processes

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from rank_processes import each_run
@@ -22,6 +22,7 @@ from rlightning.controller import RayController
 from rlightning.controller.worker_group import WorkerGroup
 from rlightning.data import PromptDataModule
 from rlightning.hooks import RLCallback
+from rlightning.models import Adapter
 from rlightning.parallel import FSDP
 from rlightning.parallel.collectives import global_rank
 
@@ -164,11 +165,16 @@ def measured(trainer: Any) -> dict[str, float]:
     return {name: float(v) for name, v in metrics if not name.startswith(OF_THROUGHPUT)}
 
 
-def train(folder: Path, max_steps: int, strategy: Any, *, ckpt_path: str | None = None) -> None:
+def train(
+    folder: Path, max_steps: int, strategy: Any, *, ckpt_path: str | None = None, adapter: Adapter | None = None
+) -> None:
     """Train with a checkpoint a step and a validation each second one; ``seen.json`` gets what was logged."""
     folder.mkdir(exist_ok=True)
     source = folder.parent
-    module = LoggingSFT(str(source / "model"), prompts_per_step=4, lr=1e-2, warmup_steps=6, weight_decay=0.1)
+    model = str(source / "model")
+    if adapter is not None:
+        seed_everything(3, verbose=False)  # of its first values
+    module = LoggingSFT(model, prompts_per_step=4, lr=1e-2, warmup_steps=6, weight_decay=0.1, adapter=adapter)
     rows = str(source / "rows.jsonl")
     data = PromptDataModule(rows, validation={"rows": rows}, max_prompt_tokens=16, validation_batch_size=6)
     record = Record()

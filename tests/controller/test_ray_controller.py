@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from sft_run import SIZES, write_rows
 from tiny import save_model
 
+from rlightning.models import Adapter
 from rlightning.parallel.checkpoint_folder import read_whole
 
 pytestmark = pytest.mark.processes
@@ -24,7 +25,8 @@ LATER = ("workers-after-step", "ranks-after-step", "workers-after-epoch", "ranks
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of six steps, four an epoch; then more that go on from the other's second step, and from its first epoch.
 
-    One half under FSDP on two ranks, the other under a controller with two workers, at the same time.
+    One half under FSDP on two ranks, the other under a controller with two workers, at the same time. Each has a run
+    with an adapter, too.
     """
     folder = tmp_path_factory.mktemp("controller")
     save_model(folder / "model", **SIZES)
@@ -34,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for point, file in (("step", "step=2.ckpt"), ("epoch", "epoch=0.ckpt")):
             path = folder / other / "checkpoints" / file
             runs[name][f"{name}-after-{point}"] = {"max_steps": 6, "ckpt_path": str(path)}
+        runs[name][f"{name}-with-adapter"] = {"max_steps": 2, "adapter": Adapter(rank=3)}
     ranks = start_calls(train_each, 2, folder, runs["ranks"])
     finish([*ranks, start_controller(train_each, folder, runs["workers"])])
     return folder
@@ -59,6 +62,21 @@ def test_weights_equal_those_of_ranks_bitwise(name: str, folder: Path) -> None:
     moments = [checkpoint["optimizer_states"][0]["state"] for checkpoint in final]
     for number, state in moments[0].items():
         assert_equal(state, moments[1][number])
+
+
+def test_adapter_equals_that_of_ranks_bitwise(folder: Path) -> None:
+    """At each step; so do the folders of adapter and merged model."""
+    runs = [folder / f"{name}-with-adapter" for name in ("ranks", "workers")]
+    for step in (1, 2):
+        states = [read_whole(run / "checkpoints" / f"step={step}.ckpt") for run in runs]
+        adapters = [state["state_dict"] for state in states]
+        assert adapters[0] and all(".lora_" in name for name in adapters[0])
+        assert any("lora_B" in name and weight.abs().max() > 0 for name, weight in adapters[0].items())
+        assert_equal(*adapters)
+        for number, state in states[0]["optimizer_states"][0]["state"].items():
+            assert_equal(state, states[1]["optimizer_states"][0]["state"][number])
+    for file in ("hf/model.safetensors", "hf_adapter/adapter_model.safetensors"):
+        assert_equal(*(load_file(run / file) for run in runs))
 
 
 def test_the_hugging_face_folders_are_the_same(folder: Path) -> None:

@@ -29,6 +29,7 @@ from rlightning.callbacks import (
 )
 from rlightning.controller.tensor_store import live_entries, stores_results
 from rlightning.hooks import RLCallback
+from rlightning.models import Adapter
 from rlightning.parallel import FSDP
 from rlightning.parallel import device as platform
 
@@ -100,6 +101,7 @@ class AtWork(RLCallback):
         weights = full_weights(pl_module.loaded_actor)  # from all ranks
         (offload,) = (callback for callback in trainer.callbacks if isinstance(callback, OffloadDuringRollout))
         did = {"offloaded": offload.last["memory/offloaded_gib"], "synchronized": self.num_synchronized}
+        did["sends_adapter"] = pl_module.sends_adapter
         folder = Path(trainer.default_root_dir)
         torch.save(weights, folder / f"weights{trainer.global_rank}.pt")
         (folder / f"callbacks{trainer.global_rank}.json").write_text(json.dumps(did | {"pid": os.getpid()}))
@@ -274,7 +276,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four ranks and, at the same time, four workers that share an engine; then runs with engines in the same cluster.
 
     A worker that is killed starts again, with an engine of its own and with two that are actors. An engine is ahead of
-    two workers.
+    two workers, and ahead of two that train an adapter.
     """
     folder = tmp_path_factory.mktemp("many")
     save_model(folder / "model", num_key_value_heads=2)
@@ -285,6 +287,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "standalone": dies | {"rollout": {"placement": "standalone", "num_engines": 2}},
         "ahead": {"rollout": {"placement": "standalone", "num_engines": 1, "max_staleness": 1}, "max_steps": 3},
     }
+    runs["adapter"] = runs["ahead"] | {"module": {"adapter": Adapter(rank=4), "kl_coef": 0.1}}
     finish([*start_calls(train_each, 4, folder, {"ranks": FOUR}), start_controller(train_each, folder, runs)])
     return folder
 
@@ -331,3 +334,20 @@ def test_standalone_engines_are_actors_of_their_own(many: Path) -> None:
     for command_line in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has just ended
             assert str(many).encode() not in command_line.read_bytes()
+
+
+@pytest.mark.slow
+def test_workers_send_their_adapter_to_an_engine_that_is_an_actor(many: Path) -> None:
+    """By itself, not merged, and at each step, while the engine is ahead."""
+    found = seen(many, "adapter")
+    did = [json.loads((many / "adapter" / f"callbacks{rank}.json").read_text()) for rank in range(2)]
+    assert [one["sends_adapter"] for one in did] == [True, True]
+    syncs = [hook for hook in found["hooks"] if hook.startswith("on_weight_sync_start")]
+    assert syncs == [f"on_weight_sync_start {version}" for version in (0, 0, 1, 2, 3)]
+    assert [step["async/staleness_max"] for step in found["steps"]] == [0, 1, 1]
+    assert found["steps"][0]["policy/rollout_gap_max"] < 1e-3
+    assert found["steps"][-1]["policy/kl"] > 0
+    weights = [torch.load(many / "adapter" / f"weights{rank}.pt") for rank in range(2)]
+    assert any("lora_B" in name and weight.abs().max() > 0 for name, weight in weights[0].items())
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name])

@@ -29,6 +29,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16-mixed"},
 }
 
+HYBRID: dict[str, dict[str, Any]] = {
+    "hybrid": {"strategy": {"shard_size": 2}},
+    "hybrid-accumulated": {"strategy": {"shard_size": 2}, "max_tokens_per_microbatch": ACCUMULATED},
+}
+"""On four ranks: two copies of the model, each in two shards."""
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -39,8 +45,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"one": one} | run_each(folder, 2, model, arguments)
 
 
+@pytest.fixture(scope="module")
+def hybrid_runs(runs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("hybrid")
+    model = save_model(folder / "model", num_key_value_heads=2)  # the same as that of the other runs
+    arguments = {name: {"adapter": ADAPTER} | run for name, run in HYBRID.items()}
+    return {"one": runs["one"]} | run_each(folder, 4, model, arguments)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_take_the_steps_of_one_process(name: str, runs: dict[str, Any]) -> None:
+    check_steps(name, runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRID)
+def test_two_copies_in_two_shards_take_the_steps_of_one_process(name: str, hybrid_runs: dict[str, Any]) -> None:
+    check_steps(name, hybrid_runs)
+    assert {hybrid_runs[run]["num_sequences"][0] for run in HYBRID} == {4}  # of 16: each rank has its own
+
+
+def check_steps(name: str, runs: dict[str, Any]) -> None:
     one, other = runs["one"]["actor"], runs[name]["actor"]
     assert one.keys() == other.keys() and any("lora_B" in key for key in one)
     assert "reference" not in runs["one"]  # it is the actor without its adapter

@@ -162,6 +162,44 @@ def test_the_adapter_alone_is_sent_and_used(run: Run, model: str, monkeypatch: p
     assert chunks == list(range(plan.num_adapter_chunks)) * 3
 
 
+@contextmanager
+def tensor_parallel(model: str, folder: Path) -> Iterator[Run]:
+    """An engine of two workers, each of which holds a part of each adapted layer."""
+    run = Run(model, folder, Policy(model), tensor_parallel_size=2, distributed_executor_backend="mp")
+    try:
+        yield run
+    finally:
+        run.engines.close()
+
+
+def check_later_versions(run: Run, model: str, adapter: Adapter) -> None:
+    """They are installed without vLLM's own installation, and are those of the actor."""
+    policy, tokens = Policy(model, adapter), list(LONG_PROMPT.token_ids)
+    with run.other_sender():
+        sync = run.begin(policy)
+        sync.sync_weights()
+        run.fault.write_text("no installation")
+        try:
+            for seed in range(2):
+                policy.change(seed, 0.3)
+                sync.sync_weights()
+                np.testing.assert_allclose(scores(run, tokens)[1:], expected(policy, tokens)[1:], atol=1e-4)
+        finally:
+            run.fault.write_text("")
+
+
+@pytest.mark.parametrize("adapter", [ADAPTER, Adapter(rank=3, use_rslora=True, target_modules=["q_proj", "v_proj"])])
+def test_later_versions_are_written_without_vllms_installation(adapter: Adapter, run: Run, model: str) -> None:
+    check_later_versions(run, model, adapter)
+
+
+@pytest.mark.slow
+def test_later_versions_reach_each_tensor_parallel_worker(tmp_path: Path, starts_processes: None) -> None:
+    model = save_model(tmp_path / "model", num_key_value_heads=2)  # one a worker
+    with tensor_parallel(model, tmp_path) as run:
+        check_later_versions(run, model, ADAPTER)
+
+
 def test_former_adapters_keys_and_values_are_not_read(run: Run, model: str) -> None:
     """Where a sync leaves them in the prefix cache; to score a prompt does not read that, to generate does."""
     policy, tokens = Policy(model), list(LONG_PROMPT.token_ids)

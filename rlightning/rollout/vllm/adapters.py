@@ -1,7 +1,8 @@
 """Replaces the adapter of a vLLM worker by one that is in memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
+from rlightning.rollout.vllm.recorded_writes import RecordedWrites
 from rlightning.rollout.vllm.vllm_internals import adapters_of, forget_last_mapping
 
 ADAPTER_ID = 1
@@ -23,42 +25,76 @@ def adapter_request() -> LoRARequest:
     return LoRARequest(lora_name="actor", lora_int_id=ADAPTER_ID, lora_path="/sent/by/the/trainer")
 
 
+@dataclass(frozen=True, slots=True)
+class InstalledAdapter:
+    """The adapter of a vLLM worker.
+
+    Attributes:
+        settings: PEFT's adapter configuration.
+        weights: the adapter's weights, by their names in PEFT's files, as scaled by vLLM.
+        unplaced: names of the adapter's modules that are not in the engine's model, which vLLM has skipped.
+        writes: what vLLM has written into the model's layers.
+    """
+
+    settings: Mapping[str, object]
+    weights: Mapping[str, Tensor]
+    unplaced: Sequence[str]
+    writes: RecordedWrites
+
+    def can_replace(self, manager: Any, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> bool:
+        """Return whether an adapter differs from the worker's by nothing but the values in the same tensors."""
+        return (
+            self.writes.is_repeatable
+            and manager.list_adapters() == {ADAPTER_ID}
+            and settings == self.settings
+            and weights.keys() == self.weights.keys()
+            and all(weights[name] is weight for name, weight in self.weights.items())
+        )
+
+
 def install_adapter(
-    manager: Any, settings: Mapping[str, object], weights: Mapping[str, Tensor], device: torch.device
-) -> list[str]:
+    manager: Any,
+    settings: Mapping[str, object],
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+    last: InstalledAdapter | None = None,
+) -> InstalledAdapter:
     """Replace the adapter of a vLLM worker by one whose weights are in memory.
 
     Args:
         manager: the worker's LRUCacheWorkerLoRAManager.
         settings: PEFT's adapter configuration.
-        weights: the adapter's weights, by their names in PEFT's files; vLLM scales them in place.
+        weights: the adapter's weights, by their names in PEFT's files; they are scaled in place.
         device: the worker's device.
-
-    Returns:
-        Names of the adapter's modules that are not in the engine's model, which vLLM would skip silently.
+        last: the adapter that is replaced. If new values are in its tensors, this takes a tenth of the time.
     """
+    if last is not None and last.can_replace(manager, settings, weights):
+        last.writes.repeat()
+        forget_last_mapping(adapters_of(manager))
+        return last
     adapters = adapters_of(manager)
     helper = PEFTHelper.from_dict(dict(settings))
     helper.validate_legal(manager.lora_config)
     mapper: Any = getattr(adapters.model, "hf_to_vllm_mapper", None)
     if hasattr(mapper, "get_rename_mapper"):
         mapper = mapper.get_rename_mapper()
-    adapter = LoRAModel.from_lora_tensors(
-        lora_model_id=ADAPTER_ID,
-        tensors=dict(weights),
-        peft_helper=helper,
-        device=str(device),
-        dtype=manager.lora_config.lora_dtype,
-        weights_mapper=mapper,
-    )
-    packed = {name for names in adapters.packed_modules.values() for name in names}
-    unplaced = sorted(adapter.loras.keys() - adapters.modules.keys() - packed)
     # All: this also resets the worker's record of the last batch's adapters, whose memory a sleep has changed.
     manager.remove_all_adapters()
     forget_last_mapping(adapters)
-    adapters.add_adapter(adapter)
-    adapters.activate_adapter(ADAPTER_ID)
-    return unplaced
+    with RecordedWrites(weights.values()) as writes:
+        adapter = LoRAModel.from_lora_tensors(
+            lora_model_id=ADAPTER_ID,
+            tensors=dict(weights),
+            peft_helper=helper,
+            device=str(device),
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=mapper,
+        )
+        packed = {name for names in adapters.packed_modules.values() for name in names}
+        unplaced = sorted(adapter.loras.keys() - adapters.modules.keys() - packed)
+        adapters.add_adapter(adapter)
+        adapters.activate_adapter(ADAPTER_ID)
+    return InstalledAdapter(settings, dict(weights), unplaced, writes)
 
 
 @contextmanager

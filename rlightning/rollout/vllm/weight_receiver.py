@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
 from types import MethodWrapperType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,10 @@ from rlightning.processes.process_group import die_with_parent
 from rlightning.rollout.vllm.packed_weights import keep_experts_unpacked, pack_weights, unpack_weights
 from rlightning.rollout.vllm.vllm_internals import keep_linears_unpacked
 from rlightning.rollout.weights import ChunkPlan, driver
+from rlightning.torch_internals import copy_tensors
+
+if TYPE_CHECKING:
+    from rlightning.rollout.vllm.adapters import InstalledAdapter
 
 die_with_parent()  # workers must not outlive an engine process that is killed, and so cannot end them
 
@@ -49,6 +53,7 @@ class WorkerExtension:
     _rl_loaded: set[str]
     _rl_unread: set[str]
     _rl_adapter: dict[str, Tensor]
+    _rl_installed: "InstalledAdapter | None" = None
     _rl_is_checked = False
 
     def rl_open_receiver(self, receivers: list[bytes]) -> None:
@@ -58,7 +63,7 @@ class WorkerExtension:
             self._rl_receiver = None
         receiver: driver.WeightReceiver = pickle.loads(receivers[self.rank])
         receiver.open(torch.device(self.device))
-        self._rl_receiver = receiver
+        self._rl_receiver, self._rl_adapter = receiver, {}
         if self._rl_stored_form is None:
             with set_current_vllm_config(self.vllm_config):  # vLLM's transformers backend has changed the classes
                 self._rl_stored_form = StoredForm(self.vllm_config.model_config)
@@ -108,22 +113,25 @@ class WorkerExtension:
 
     def _rl_receive_adapter(self, chunk: int, plan: ChunkPlan, received: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Store a chunk of an adapter; after the last, install the adapter and return weights without a module."""
-        self._rl_adapter = {} if chunk == 0 else self._rl_adapter
-        # the sender refills the bucket, and vLLM scales the tensors in place
-        self._rl_adapter |= {name: tensor.clone() for name, tensor in received}
+        # Copies: the sender refills the bucket, and vLLM scales the tensors in place.
+        names, tensors = map(list, zip(*received, strict=True))
+        if names[0] not in self._rl_adapter:  # the receiver's first sync
+            self._rl_adapter |= dict(zip(names, map(torch.empty_like, tensors), strict=True))
+        copy_tensors([self._rl_adapter[name] for name in names], tensors)
         synchronize_stream(self.device)
         if chunk < plan.num_adapter_chunks - 1:
             return []
         assert plan.adapter is not None
-        unread = self.rl_install_adapter(plan.adapter, self._rl_adapter)
-        self._rl_adapter = {}
-        return sorted(unread)
+        return sorted(self.rl_install_adapter(plan.adapter, self._rl_adapter))
 
-    def rl_install_adapter(self, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> list[str]:
+    def rl_install_adapter(self, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> Sequence[str]:
         """Replace the worker's adapter; return the names of its modules that the engine's model does not have."""
         from rlightning.rollout.vllm.adapters import install_adapter
 
-        return install_adapter(self.model_runner.lora_manager, settings, weights, torch.device(self.device))
+        last, self._rl_installed = self._rl_installed, None  # None if this fails
+        manager, device = self.model_runner.lora_manager, torch.device(self.device)
+        self._rl_installed = install_adapter(manager, settings, weights, device, last)
+        return self._rl_installed.unplaced
 
     def rl_ping(self) -> None:
         """Do nothing: a worker that hangs does not return."""

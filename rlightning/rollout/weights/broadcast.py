@@ -9,7 +9,7 @@ from torch import Tensor
 from rlightning.errors import EngineError
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
 from rlightning.rollout.weights.rendezvous import Place, RendezvousServer
-from rlightning.rollout.weights.source import ChunkPlan
+from rlightning.rollout.weights.source import ChunkPlan, ChunkViews
 from rlightning.rollout.weights.transfer_group import TransferGroup
 
 
@@ -98,6 +98,7 @@ class BroadcastReceiver(WeightReceiver):
         except (OSError, RuntimeError) as error:
             raise EngineError(f"No weights from {self._place.host}, port {self._place.port}: {error}.") from error
         self._bucket = torch.empty(self.plan.num_bytes, dtype=torch.uint8, device=device)
+        self._views = ChunkViews(self.plan, self._bucket)
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """Receive a chunk, and yield its names and tensors."""
@@ -107,7 +108,7 @@ class BroadcastReceiver(WeightReceiver):
         except (OSError, RuntimeError) as error:
             self.close()
             raise EngineError(f"Chunk {chunk} of the weights did not come: {error}.") from error
-        return self.plan.tensors(self._bucket, chunk)
+        return iter(self._views.tensors(chunk))
 
     def close(self) -> None:
         """Leave the process group, and free the bucket."""

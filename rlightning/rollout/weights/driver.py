@@ -43,7 +43,7 @@ from rlightning.errors import EngineDiedError, EngineError
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.device import synchronize_stream
 from rlightning.parallel.gathering import gather_into
-from rlightning.rollout.weights.source import ChunkPlan, WeightSource
+from rlightning.rollout.weights.source import ChunkPlan, ChunkViews, WeightSource
 
 
 class UpdatableEngine(Protocol):
@@ -106,6 +106,7 @@ class WeightSender:
     def __init__(self, plan: ChunkPlan, bucket: Tensor | None = None, *, destination: int | None = None) -> None:
         self.plan, self.destination = plan, destination
         self.bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device="meta") if bucket is None else bucket
+        self._views: ChunkViews | None = None
 
     def make_receivers(self, devices: Sequence[str]) -> Sequence[WeightReceiver]:
         """Return a receiver for each worker; earlier receivers become invalid.
@@ -135,16 +136,17 @@ class WeightSender:
         Raises:
             EngineError: the source's weights are not those of the plan.
         """
+        self._views = self._views or ChunkViews(self.plan, self.bucket)
         weights = self.plan.match(source)
         for index, chunk in enumerate(self.plan.sent_chunks(source)):
-            sharded: list[tuple[Tensor, Tensor]] = []
-            for slot, tensor in islice(weights, len(chunk)):
-                place = slot.view(self.bucket)
-                if isinstance(tensor, DTensor):
-                    sharded.append((place, tensor))
+            places: list[Tensor] = []
+            tensors: list[Tensor] = []
+            for (_, place), (_, tensor) in zip(self._views.tensors(index), islice(weights, len(chunk)), strict=True):
+                if isinstance(tensor, DTensor) or index < self.plan.num_adapter_chunks:
+                    places.append(place)
+                    tensors.append(tensor)
                 else:  # immediately: a source may compute each weight on request, and need not keep it
                     gather_into([place], [tensor], destination=self.destination)
-            places, tensors = [place for place, _ in sharded], [tensor for _, tensor in sharded]
             gather_into(places, tensors, destination=self.destination)
             # Another process reads the bucket, which this process's streams do not order.
             synchronize_stream(self.bucket.device)
@@ -165,7 +167,7 @@ class WeightSender:
 
     def close(self) -> None:
         """Release all resources, after the last engine has stopped using them. May be called twice."""
-        self.bucket = torch.empty(0, dtype=torch.uint8)
+        self.bucket, self._views = torch.empty(0, dtype=torch.uint8), None
 
 
 class WeightUpdater:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlightning.parallel.collectives import all_to_all_objects
 from rlightning.parallel.device import shareable_memory
 from rlightning.rollout.weights.driver import WeightReceiver, WeightSender
-from rlightning.rollout.weights.source import ChunkPlan
+from rlightning.rollout.weights.source import ChunkPlan, ChunkViews
 
 
 class SharedMemorySender(WeightSender):
@@ -75,11 +75,11 @@ class SharedMemoryReceiver(WeightReceiver):
 
     def open(self, device: torch.device) -> None:
         """Map the sender's bucket into this process, from host memory or from a CUDA device."""
-        self._bucket = self._open_bucket(device)
+        self._views = ChunkViews(self.plan, self._open_bucket(device))
 
     def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """Yield a chunk's names and tensors, which are already in the bucket."""
-        return self.plan.tensors(self._bucket, chunk)
+        return iter(self._views.tensors(chunk))
 
 
 def open_memory_file(pid: int, fd: int, num_bytes: int, device: torch.device) -> Tensor:

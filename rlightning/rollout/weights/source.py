@@ -4,7 +4,7 @@ Sharded weights are gathered directly into the bucket, in the engine's dtype; te
 model (:func:`~rlightning.parallel.gathering.gather_into`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import NamedTuple, Protocol
@@ -99,9 +99,9 @@ class ChunkPlan(NamedTuple):
             EngineError: the source's weights are not those of the plan.
         """
         for slot, weight in zip_longest(chain.from_iterable(self.sent_chunks(source)), source.named_weights()):
-            expected = "nothing more" if slot is None else f"{slot.name} {slot.shape}"
-            got = "nothing" if weight is None else f"{weight[0]} {tuple(weight[1].shape)}"
-            if slot is None or weight is None or got != expected:
+            if slot is None or weight is None or weight[0] != slot.name or weight[1].shape != slot.shape:
+                expected = "nothing more" if slot is None else f"{slot.name} {slot.shape}"
+                got = "nothing" if weight is None else f"{weight[0]} {tuple(weight[1].shape)}"
                 raise EngineError(
                     f"The actor's weights changed between two syncs: expected {expected}, got {got}. "
                     "Another architecture needs another engine."
@@ -115,6 +115,25 @@ class ChunkPlan(NamedTuple):
     def tensors(self, bucket: Tensor, chunk: int) -> Iterator[tuple[str, Tensor]]:
         """Yield a chunk's names and tensors, as views of the bucket."""
         return ((slot.name, slot.view(bucket)) for slot in self.chunks[chunk])
+
+
+class ChunkViews:
+    """The tensors of a plan's chunks, as views of its bucket. A view is created once, as 500 of them take 2 ms.
+
+    Args:
+        plan: plan of the weights.
+        bucket: uint8 tensor of the plan's size.
+    """
+
+    def __init__(self, plan: ChunkPlan, bucket: Tensor) -> None:
+        self._plan, self._bucket = plan, bucket
+        self._views: dict[int, list[tuple[str, Tensor]]] = {}
+
+    def tensors(self, chunk: int) -> Sequence[tuple[str, Tensor]]:
+        """Return a chunk's names and tensors."""
+        if chunk not in self._views:
+            self._views[chunk] = list(self._plan.tensors(self._bucket, chunk))
+        return self._views[chunk]
 
 
 def weight_shapes(source: WeightSource) -> list[WeightShape]:
