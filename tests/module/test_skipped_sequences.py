@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from equivalence_run import RandomGenerator
+from lightning.pytorch import Callback
 from rank_processes import each_run, finish, start_calls
 from small_steps import StepMetrics
 from tiny import UseGenerator, full_weights, make_algorithm, make_data, make_trainer, save_model
 from torch import Tensor
 
 from rlightning.algorithms import GRPO
+from rlightning.hooks import RLCallback
 from rlightning.models import packed_logprobs
 from rlightning.module import update
 from rlightning.module.metrics import RunningMeans
@@ -119,7 +121,20 @@ class Record(StepMetrics):
         self.computed.append(0)
 
 
-def train(folder: Path, model: str, algorithm: str, kind: str | None = None, **arguments: Any) -> dict[str, Any]:
+class ChangeAdvantages(RLCallback):
+    """Changes the advantages when the update begins."""
+
+    def __init__(self, scale: float, shift: float) -> None:
+        self.scale, self.shift = scale, shift
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        assert batch.advantages is not None
+        batch.advantages = batch.advantages * self.scale + self.shift
+
+
+def train(
+    folder: Path, model: str, algorithm: str, kind: str | None = None, *callbacks: Callback, **arguments: Any
+) -> dict[str, Any]:
     """Weights, metrics and counts of computed sequences after some steps, in float64 but for FSDP."""
     folder.mkdir(exist_ok=True)
     record = Record()
@@ -140,7 +155,9 @@ def train(folder: Path, model: str, algorithm: str, kind: str | None = None, **a
     strategy = FSDP(reduce_every_microbatch=False) if kind == "fsdp" else DDP()
     ranks: dict[str, Any] = {"devices": 2, "strategy": strategy} if kind else {}
     precision = "32-true" if kind == "fsdp" else "64-true"  # which it does not have
-    trainer = make_trainer(folder, STEPS, UseGenerator(RandomGenerator), record, precision=precision, **ranks)
+    trainer = make_trainer(
+        folder, STEPS, UseGenerator(RandomGenerator), record, *callbacks, precision=precision, **ranks
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update, "packed_logprobs", counted)
         trainer.fit(module, make_data(folder))
@@ -223,6 +240,13 @@ def test_override_of_loss_gets_the_gradient_of_all_sequences(
     assert own["metrics"][ALL_ALIKE]["optim/grad_norm"] > 0
     lines = [record.getMessage() for record in caplog.records if "without advantage are computed" in record.message]
     assert len(lines) == 1 and "LossWithTerm overrides loss()" in lines[0]
+
+
+def test_what_is_skipped_is_decided_after_on_update_start(model: str, tmp_path: Path) -> None:
+    moved = train(tmp_path, model, "HalfAlike", None, ChangeAdvantages(1.0, 0.1))
+    assert moved["computed"] == [16] * STEPS
+    assert moved["weights"] == train(tmp_path, model, "OwnGradients")["weights"]  # which adds as much
+    assert train(tmp_path, model, "HalfAlike", None, ChangeAdvantages(0.0, 0.0))["computed"] == [0] * STEPS
 
 
 @pytest.mark.parametrize(
