@@ -127,7 +127,7 @@ def test_8b_adapter_fits_80_gb_unlike_full_training() -> None:
     assert adapted.update().frozen_models == 2 * count_weights(config).total
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_norms_of_a_frozen_base_are_float32_under_autocast() -> None:
     """What they give is kept for the backward pass; FSDP computes them in bfloat16."""
     work = Work(config=SMALL, adapter=adapter_of(SMALL), batch=TWO_PROMPTS, longest=1280)
