@@ -120,6 +120,7 @@ def test_the_agents_demo_learns_to_call(tmp_path: Path) -> None:
     assert max(count["turns"] for count in counts) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @needs_gsm8k
 def test_gsm8k_runs_on_the_real_data(tmp_path: Path) -> None:
