@@ -34,7 +34,6 @@ class DieInSave(Callback):
 """
 
 
-@pytest.mark.slow
 def test_two_rank_run_killed_during_save_resumes(tmp_path: Path) -> None:
     make_project(tmp_path)
     (tmp_path / "die.py").write_text(DIE)
