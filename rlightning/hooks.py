@@ -73,7 +73,10 @@ class RLCallback(CheckedArguments, Callback):
         """
 
     def on_update_start(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
-        """Called before the first optimizer step of a rollout; ``batch.advantages`` is set."""
+        """Called before the first optimizer step of a rollout; ``batch.advantages`` is set, and may be changed.
+
+        Which sequences have no gradient and are skipped is decided afterwards; groups then may move between ranks.
+        """
 
     def on_update_end(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
         """Called after the last optimizer step of a rollout."""

@@ -99,6 +99,7 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
     assert (tmp_path / "runs/arithmetic/grpo/report.html").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_agents_demo_learns_to_call(tmp_path: Path) -> None:
     example = ROOT / "examples" / "calculator"
@@ -119,6 +120,7 @@ def test_the_agents_demo_learns_to_call(tmp_path: Path) -> None:
     assert max(count["turns"] for count in counts) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @needs_gsm8k
 def test_gsm8k_runs_on_the_real_data(tmp_path: Path) -> None:

@@ -5,19 +5,17 @@ accepts abbreviated keys. Here every file and every option is checked against th
 name, in the order in which jsonargparse merges them.
 """
 
-import difflib
 import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules, resolve_name
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import yaml
 
+from rlightning.cli.named_classes import find_class, name_of, not_a_subclass, subclasses
 from rlightning.config.argument_checks import parameters_of
 from rlightning.config.files import (
     WrittenText,
@@ -43,9 +41,8 @@ from rlightning.config.type_hints import (
     takes_null,
     takes_text,
 )
-from rlightning.dotted_path import describe_import_error
 from rlightning.errors import ConfigError
-from rlightning.foreign_text import cut_line, cut_value
+from rlightning.foreign_text import cut_value
 from rlightning.parallel.strategy_names import spell_out
 
 SPEC_KEYS = {"class_path", "init_args", "dict_kwargs"}
@@ -296,11 +293,6 @@ class ConfigKeys:
         return parameters_of(kind) if isinstance(kind, type) else {}
 
 
-def name_of(kind: object) -> str:
-    """Return the name of a class, or of one that is given by its dotted path."""
-    return kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
-
-
 def plain_key(key: str) -> str:
     """Return a dotted key without its ``.init_args`` parts."""
     return key.replace(".init_args.", ".")
@@ -370,96 +362,3 @@ def parse_value(text: str) -> object:
         return load_yaml(text)
     except yaml.YAMLError:
         return text
-
-
-def subclasses(base: type) -> Iterator[type]:
-    """Yield ``base`` and all of its imported subclasses."""
-    yield base
-    children: list[type] = base.__subclasses__()
-    for child in children:
-        yield from subclasses(child)
-
-
-def find_class(path: str, bases: list[type], key: str) -> Any:
-    """Return the class of a dotted path or, by its bare name, a subclass of ``bases``; raise a ConfigError if none.
-
-    A dotted path may also name a function, which is returned.
-
-    Args:
-        path: such as ``rlightning.algorithms.GRPO`` or ``EarlyStopping``.
-        bases: base classes that the key allows.
-    """
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        for package in {base.__module__.rpartition(".")[0] for base in bases} - {""}:
-            exports = import_module(package)
-            if name in vars(exports).get("__all__", ()):
-                resolve_name(f"{package}:{name}")  # imports names that the package imports lazily
-        named = {c.__name__: c for base in bases for c in subclasses(base) if not c.__name__.startswith("_")}
-        if name not in named:
-            raise no_class(key, name, named)
-        return named[name]
-    if not all(path.split(".")):
-        raise ConfigError(f"{key}: '{path}' is no dotted path. Write module.Class, such as {path.strip('.')}.")
-    try:
-        module = import_module(module_name)
-    except Exception as error:
-        if not isinstance(error, ModuleNotFoundError):
-            raise ConfigError(
-                f"{key}: importing '{module_name}' failed: {describe_import_error(error)}. Correct it, or name "
-                "another one."
-            ) from error
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"{key}: importing '{module_name}' failed: {cut_line(error)}. Install it, or remove the key."
-            ) from error
-        parent = error.name.rpartition(".")[0]
-        folders = vars(import_module(parent)).get("__path__", []) if parent else []
-        raise no_module(key, error.name, folders) from error
-    found = getattr(module, name, None)
-    if found is None:
-        fitting = [n for n, c in vars(module).items() if inspect.isclass(c) and issubclass(c, tuple(bases) or object)]
-        fitting += vars(module).get("__all__", ())  # names that the module imports lazily
-        raise no_name(key, path, fitting)
-    if inspect.isclass(found) and bases and not issubclass(found, tuple(bases)):
-        raise not_a_subclass(key, path, bases)
-    return found
-
-
-def not_a_subclass(key: str, path: str, bases: Iterable[type]) -> ConfigError:
-    """Return the error for a dotted path to a function, or to a class that is of none of the ``bases``."""
-    wanted = " or ".join(base.__name__ for base in bases)
-    return ConfigError(f"{key}: '{path}' is not a subclass of {wanted}. Name one that is.")
-
-
-def no_class(key: str, name: str, choices: Iterable[str]) -> ConfigError:
-    """Return the error for a class name, without a module, that matches none of the ``choices``."""
-    return ConfigError(f"{key}: there is no class '{name}'. {suggest(name, choices)}")
-
-
-def no_module(key: str, name: str, folders: Iterable[str]) -> ConfigError:
-    """Return the error for a dotted path with a module that does not exist.
-
-    Args:
-        folders: where the module was looked for.
-    """
-    choices = [module.name for module in iter_modules(folders, f"{name.rpartition('.')[0]}.")]
-    choices += ["rlightning", "rlightning.algorithms", "rlightning.callbacks", "rlightning.rewards"]
-    return ConfigError(f"{key}: there is no module '{name}'. {suggest(name, choices)}")
-
-
-def no_name(key: str, path: str, choices: Iterable[str]) -> ConfigError:
-    """Return the error for a dotted path to a name that its module does not define; suggests similar names."""
-    module, _, name = path.rpartition(".")
-    near = suggest(path, [f"{module}.{choice}" for choice in choices if not choice.startswith("_")])
-    return ConfigError(f"{key}: there is no '{name}' in '{module}'. {near}")
-
-
-def suggest(name: str, choices: Iterable[str]) -> str:
-    """Return a sentence that suggests the choice nearest to a misspelled name."""
-    nearest = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.5)
-    return (
-        f"Did you mean '{nearest[0]}'?"
-        if nearest
-        else "Give the dotted path of a class that can be imported from here."
-    )

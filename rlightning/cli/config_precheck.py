@@ -20,16 +20,8 @@ from typing import NamedTuple
 
 from jsonargparse import ArgumentParser
 
-from rlightning.cli.config_keys import (
-    ConfigKeys,
-    asks_for_help,
-    check_model,
-    no_class,
-    no_module,
-    no_name,
-    plain_key,
-    subclasses,
-)
+from rlightning.cli.config_keys import ConfigKeys, asks_for_help, check_model, plain_key
+from rlightning.cli.named_classes import no_class, no_module, no_name, subclasses
 from rlightning.cli.option_texts import spell_out_options
 from rlightning.cli.parser_messages import summarise
 from rlightning.cli.source_parameters import (

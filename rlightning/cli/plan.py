@@ -9,8 +9,8 @@ from jsonargparse import Namespace
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from transformers import PreTrainedConfig
 
-from rlightning.cli.config_keys import find_class
 from rlightning.cli.lightning_cli import RLCLI, as_list
+from rlightning.cli.named_classes import find_class
 from rlightning.controller.ray_controller import RayController
 from rlightning.data.prompt_limit import default_prompt_limit
 from rlightning.errors import ConfigError

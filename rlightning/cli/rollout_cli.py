@@ -12,8 +12,8 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch import Callback
 
-from rlightning.cli.config_keys import find_class
 from rlightning.cli.lightning_cli import RLCLI, as_list
+from rlightning.cli.named_classes import find_class
 from rlightning.cli.rollout_options import RolloutOptions
 from rlightning.data import PromptDataModule
 from rlightning.data.in_memory import read_source

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from contextvars import copy_context
-from functools import partial
+from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -72,6 +72,12 @@ class SerialThread:
             call()
 
 
+@lru_cache
+def _has_async_methods(kind: type) -> bool:
+    """Return whether a class has public async methods; looked up once, as each trajectory constructs an object."""
+    return any(not name.startswith("_") for name, _ in inspect.getmembers(kind, inspect.iscoroutinefunction))
+
+
 class StepObject:
     """Calls the methods of a user's object, an environment or a tool, for one trajectory: async methods on the event
     loop, all others in one thread.
@@ -93,8 +99,8 @@ class StepObject:
         def make_here() -> None:
             self.made = make(**arguments)  # kept although the trajectory may have ended, so that it is closed
 
-        methods = [name for name, _ in inspect.getmembers(make, inspect.iscoroutinefunction)]
-        if inspect.iscoroutinefunction(make) or any(not name.startswith("_") for name in methods):
+        kind = make if isinstance(make, type) else type(make)
+        if inspect.iscoroutinefunction(make) or _has_async_methods(kind):
             await await_user_code(_call_here(make_here))
         else:
             await self._thread.run(make_here)

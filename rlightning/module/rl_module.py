@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlightning.console import ignore_warnings
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
 from rlightning.models.adapter import check_adapter_precision, check_parallel
-from rlightning.models.adapter_layers import adapter_off
 from rlightning.module.batching import balance, minibatch_seed
 from rlightning.module.evaluation import EvaluationSteps
 from rlightning.module.metrics import rollout_metrics
@@ -24,7 +22,6 @@ from rlightning.module.monitoring import adapt_monitoring, check_monitors
 from rlightning.module.no_signal import StepsWithoutSignal
 from rlightning.module.overrides import is_own
 from rlightning.module.returned_values import returned_tensor
-from rlightning.module.roles import REFERENCE
 from rlightning.module.run_folder import UnlockRun, lock_run_of
 from rlightning.module.start_block import describe_start
 from rlightning.module.trainer_options import check_data_source, check_trainer
@@ -236,8 +233,9 @@ class RLModule(EvaluationSteps):
         if batch is None:
             metrics = self.skip_update()
         else:
-            batch = self.leave_out_skippable(self.estimate_advantages(self.balance(batch)))
+            batch = self.estimate_advantages(self.balance(batch))
             fire(self.trainer, self, "on_update_start", batch)
+            batch = self.leave_out_skippable(batch)
             metrics = self.update(batch)
         self.weight_version += 1
         if batch is not None:
@@ -352,7 +350,7 @@ class RLModule(EvaluationSteps):
         if self.plan.optimizer_steps > 1 and self.proximal_policy == "recomputed":
             batch.old_logprobs = evaluate(self.loaded_actor)
         if self.kl_coef:
-            batch.ref_logprobs = self._evaluate_reference(evaluate)
+            batch.ref_logprobs = self.evaluate_reference(evaluate)
         rewards = batch.rewards
         if self.kl_coef and self.kl_placement == "reward":
             batch.rewards = self.penalize_rewards(batch)
@@ -364,14 +362,6 @@ class RLModule(EvaluationSteps):
             cut = torch.tensor([one.is_truncated for one in batch.trajectories], dtype=torch.bool)
             batch.is_sampled = batch.is_sampled & ~batch.to_tokens(cut)
         return batch
-
-    def _evaluate_reference(self, evaluate: Callable[[PreTrainedModel], Tensor]) -> Tensor:
-        if self.is_own_reference:
-            with adapter_off(self.loaded_actor):
-                return evaluate(self.loaded_actor)
-        reference = self.roles[REFERENCE].network
-        assert isinstance(reference, PreTrainedModel)
-        return evaluate(reference)
 
     # What an algorithm overrides
 

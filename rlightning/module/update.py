@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,9 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rlightning.errors import check_rules
 from rlightning.models import load_config, packed_logprobs
+from rlightning.models.adapter_layers import adapter_off
 from rlightning.models.files import check_export
 from rlightning.module.batching import assign_minibatches, minibatch_seed, rebalance
 from rlightning.module.metrics import RunningMeans
@@ -177,6 +180,15 @@ class UpdateModule(PolicyModule):
     def is_own_reference(self) -> bool:
         """Whether the reference model is the actor without its adapter."""
         return self.adapter is not None and self.reference_path == self.model_path
+
+    def evaluate_reference(self, evaluate: Callable[[PreTrainedModel], Tensor]) -> Tensor:
+        """Return the result of ``evaluate`` for the reference model: [T] log-probabilities; every rank must call it."""
+        if self.is_own_reference:
+            with adapter_off(self.loaded_actor):
+                return evaluate(self.loaded_actor)
+        reference = self.roles[REFERENCE].network
+        assert isinstance(reference, PreTrainedModel)
+        return evaluate(reference)
 
     def choose_correction(self, max_staleness: int) -> None:
         """With ``rollout_correction="auto"``, set ``active_correction``: a correction if ``max_staleness`` is above 0

@@ -141,6 +141,7 @@ def on_two_ranks(folder: Path, model: str) -> list[float]:
     return [step["policy/rollout_gap_max"] for step in witness.steps]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_two_ranks_gather_the_adapter_for_their_engines(engine_model: str, tmp_path: Path) -> None:
     for rank in range(2):

@@ -285,6 +285,7 @@ def test_predict_writes_completions_of_the_real_engine(project: Path) -> None:
     assert {len(row["completions"]) for row in rows} == {2}
 
 
+@pytest.mark.slow
 def test_three_loggers_and_a_callback_by_its_bare_name(project: Path) -> None:
     loggers = {
         "CSVLogger": {"save_dir": "runs/logged", "name": "csv"},

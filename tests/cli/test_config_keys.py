@@ -12,7 +12,7 @@ from cli_project import fit_here, resolve_config
 from programs import logged_steps
 
 from rlightning.callbacks import VLLMRollout
-from rlightning.cli.config_keys import find_class
+from rlightning.cli.named_classes import find_class
 from rlightning.config.type_hints import takes_text
 from rlightning.rewards import RewardFunction
 

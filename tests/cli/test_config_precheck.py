@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import rlightning.algorithms
 from rlightning.callbacks import VLLMRollout
-from rlightning.cli.config_keys import parse_value, subclasses
+from rlightning.cli.config_keys import parse_value
 from rlightning.cli.config_precheck import (
     BASES,
     Given,
@@ -28,6 +28,7 @@ from rlightning.cli.config_precheck import (
     keys_of,
 )
 from rlightning.cli.lightning_cli import RLCLI, RLArgumentParser
+from rlightning.cli.named_classes import subclasses
 from rlightning.cli.parser_messages import summarise
 from rlightning.cli.source_parameters import parameters_of_source, subclass_names
 from rlightning.config.argument_checks import parameters_of

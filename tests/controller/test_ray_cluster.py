@@ -229,6 +229,7 @@ def run_ray(folder: Path, *arguments: str, exit_code: int) -> tuple[Path, int, i
     return Path(session).parent, int(reaper), int(raylet)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_what_a_killed_raylet_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller that Ray's own threads have ended: the reaper says why, and the next run removes Ray's folder."""

@@ -249,7 +249,7 @@ environment:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("engine", [pytest.param("transformers", marks=pytest.mark.slow), "vllm"])
 def test_an_agent_program_is_trained_as_sampled(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:

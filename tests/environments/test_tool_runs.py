@@ -93,6 +93,7 @@ def test_tools_train_validate_and_predict(folder: str, tmp_path: Path) -> None:
             check(trajectories)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_tools_in_workers_beside_an_engine(folder: str, tmp_path: Path) -> None:
     witness = Witness()

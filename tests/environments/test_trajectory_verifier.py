@@ -38,7 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny.save_byte_model(tmp_path_factory.mktemp("model"), **sizes)
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module",
+    params=[torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)],
+    ids=["float32", "bfloat16"],
+)
 def sampler(folder: str, request: pytest.FixtureRequest) -> Iterator[TransformersSampler]:
     options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": request.param, "max_length": MAX_LENGTH}
     sampler = TransformersSampler(load_config(folder), ModelFiles.read(folder), **options)

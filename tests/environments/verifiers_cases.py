@@ -21,6 +21,7 @@ from rlightning.types import Prompt, Trajectory
 
 VERSION = "0.4.0"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "rlightning"
+CONSTRAINTS = Path(__file__).with_name("verifiers_constraints.txt")
 INSTALL_SECONDS = 900
 WORDS = "apple banana cherry lemon melon orange peach plum"
 
@@ -33,9 +34,17 @@ def make_interpreter() -> str:
     with filelock.FileLock(f"{folder}.lock"):
         if not is_made.exists():
             shutil.rmtree(folder, ignore_errors=True)
-            install = [str(python), "-m", "pip", "install", "-q", f"verifiers[ta]=={VERSION}", "uv"]
-            for command in ([sys.executable, "-m", "venv", str(folder)], install):
-                done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
+            pip = [str(python), "-m", "pip", "install", "-q", "--no-compile", "-c", str(CONSTRAINTS)]
+            # What servers import is compiled once; pip would compile all, which takes as long as the installation.
+            compiling = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+            for command in (
+                [sys.executable, "-m", "venv", str(folder)],
+                [*pip, f"verifiers[ta]=={VERSION}", "uv"],
+                [str(python), "-c", "import verifiers.v1.serve"],
+            ):
+                done = subprocess.run(
+                    command, env=compiling, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False
+                )
                 if done.returncode:
                     pytest.skip(f"verifiers {VERSION} cannot be installed here: {done.stderr.strip()[-500:]}")
             is_made.touch()

@@ -56,6 +56,4 @@ def with_engine(work: Work, **changes: Any) -> Work:
 
 
 COLOCATED = colocated(SMALL)
-TRACED_IN_ONE_WAY = ["--model.compile", "false", "--model.gradient_checkpointing", "false"]
-"""Options of a plan for which layers are neither compiled nor checkpointed: tracing each way takes seconds."""
 FSDP_ALONE = Work(config=SMALL, batch=TWO_PROMPTS, longest=1280, parallelism=Parallelism(kind="fsdp"))

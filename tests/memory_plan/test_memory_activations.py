@@ -149,7 +149,10 @@ def test_activations_scale_with_layers_of_each_kind() -> None:
     ("kind", "settings"),
     [
         ("gemma3_text", {"sliding_window": 16}),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        pytest.param(
+            *("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+            marks=pytest.mark.slow,
+        ),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned import COLOCATED, FSDP_ALONE, LARGE, SMALL, TRACED_IN_ONE_WAY, TWO_PROMPTS, colocated
+from planned import COLOCATED, FSDP_ALONE, LARGE, SMALL, TWO_PROMPTS, colocated
 from tiny import save_model
 
 from rlightning.callbacks import VLLMRollout
@@ -96,20 +96,27 @@ def test_an_engine_has_room_for_the_adapter() -> None:
     assert memory.with_engine(asleep=1000).update().contexts - memory.update().contexts == 1000
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "options", [TRACED_IN_ONE_WAY, pytest.param([], marks=pytest.mark.slow)], ids=["one way", "all ways"]
-)
-def test_plan_reads_the_adapter(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Work:
+    """What the plan of a run with an adapter reads, in the run's folder."""
     save_model(tmp_path / "model", hidden_size=256, num_hidden_layers=4)
     (tmp_path / "run.yaml").write_text(RUN)
     monkeypatch.chdir(tmp_path)
-    work = parse_work(["fit", "--config", "run.yaml"])
-    assert work.adapter is not None and work.adapter.rank == 4
-    assert work.others == () and work.is_own_reference
-    text = plan(["--config", "run.yaml", "--device-memory", "80GB", *options])
+    return parse_work(["fit", "--config", "run.yaml"])
+
+
+@pytest.mark.slow
+def test_plan_describes_the_adapter(work: Work) -> None:
+    assert work.adapter is not None
+    text = plan(["--config", "run.yaml", "--device-memory", "80GB"])
     assert "frozen models" in text
     assert f"LoRA of rank 4, alpha 8, on 28 linear layers: {work.adapter.num_parameters:,} trained parameters, " in text
+
+
+@pytest.mark.long
+def test_plan_reads_the_adapter(work: Work) -> None:
+    assert work.adapter is not None and work.adapter.rank == 4
+    assert work.others == () and work.is_own_reference
     named = parse_work(["fit", "--config", "run.yaml", "--model.reference_model", "model"])
     assert named.others == () and named.is_own_reference
     apart = parse_work(["fit", "--config", "run.yaml", "--model.reference_model", "model", "--model.adapter", "null"])
@@ -127,7 +134,7 @@ def test_8b_adapter_fits_80_gb_unlike_full_training() -> None:
     assert adapted.update().frozen_models == 2 * count_weights(config).total
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_norms_of_a_frozen_base_are_float32_under_autocast() -> None:
     """What they give is kept for the backward pass; FSDP computes them in bfloat16."""
     work = Work(config=SMALL, adapter=adapter_of(SMALL), batch=TWO_PROMPTS, longest=1280)

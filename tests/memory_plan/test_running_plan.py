@@ -114,7 +114,7 @@ def test_fsdp_keeps_what_the_plan_has_room_for(
     assert (strategy.reshard_after_forward, strategy.reduce_every_microbatch, line) == (True, True, None)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_update_without_room_is_refused_with_its_sum(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(total_memory=1 << 29)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)

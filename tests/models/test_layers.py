@@ -106,7 +106,7 @@ def test_packed_kernels_are_compiled_once(
     assert count_graphs() == 2 and not counters["graph_break"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_layers_compile_once_with_and_once_without_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the segments' depths."""
     folder = save_tiny("qwen3", tmp_path, head_dim=8)

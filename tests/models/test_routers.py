@@ -95,6 +95,7 @@ def test_all_routers_that_cast_are_known() -> None:
     assert casting and casting - PROTECTED <= FLOAT32_ROUTERS
 
 
+@pytest.mark.slow
 def test_layers_with_float32_routers_compile_in_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlightning.models.layers.BACKEND", "eager")
     eager = load_policy(save_tiny("glm4_moe", tmp_path, head_dim=8, first_k_dense_replace=0))

@@ -335,21 +335,9 @@ def test_third_role_has_own_optimizer_norm_and_loss(model_folder: str, tmp_path:
     assert not [name for name in names if "reference" in name]
 
 
-KINDS = ("fsdp", "ddp")
-
-
-def train_rank(folder: Path, model: str, checkpoint: Path) -> dict[str, Any]:
-    """Of a rank: what it comes to under each strategy."""
-    rank = int(os.environ["RANK"])
-    found = {}
-    for kind, _ in each_run({kind: {} for kind in KINDS}):
-        (folder / kind).mkdir(exist_ok=True)
-        found[kind] = train_under(folder / kind, model, rank, kind, checkpoint)
-    return found
-
-
-def train_under(folder: Path, model: str, rank: int, kind: str, checkpoint: Path) -> dict[str, Any]:
+def train_rank(folder: Path, model: str, kind: str, checkpoint: Path) -> dict[str, Any]:
     """Of a rank, whose head has numbers of its own at first: what a run comes to, then a whole and resumed ones."""
+    rank = int(os.environ["RANK"])
     for _ in each_run({"trained": {}}):
         torch.manual_seed(rank)
         module, norms = make("ValueHead", model), StepMetrics()
@@ -365,26 +353,21 @@ def check_close(found: list[Any], expected: list[Any]) -> None:
         torch.testing.assert_close(torch.tensor(found[0][name]), torch.tensor(value), atol=1e-5, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def by_rank(folder: Path, model_folder: str, alone: dict[str, Any]) -> Any:
-    """Two ranks, under both strategies."""
-    return finish(start_calls(train_rank, 2, folder, model_folder, folder / "one" / "first.ckpt"))
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_own_parameters_on_two_ranks(
-    kind: str, model_folder: str, folder: Path, alone: dict[str, Any], by_rank: Any
+    kind: str, model_folder: str, folder: Path, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    first, second = (found[kind] for found in by_rank)
+    checkpoint = folder / "one" / "first.ckpt"
+    first, second = finish(start_calls(train_rank, 2, tmp_path, model_folder, kind, checkpoint))
     assert first["start"] != second["start"]
     for rank in (first, second):
         check_trained(first["start"], rank["end"], rank["norms"])
         assert rank["runs"]["second"] == rank["runs"]["whole"] == first["runs"]["whole"]
     # a folder of both ranks' shards, or a file, in one process
-    one = train_runs(folder / "one", model_folder, begins=False, of_two=folder / kind / "first.ckpt")
+    one = train_runs(folder / "one", model_folder, begins=False, of_two=tmp_path / "first.ckpt")
     for found in (first["runs"]["whole"], first["runs"]["of_one"], one["of_two"]):
         check_close(found, alone["whole"])
-    paths = (folder / kind / "first.ckpt", folder / "one" / "first.ckpt")
+    paths = (tmp_path / "first.ckpt", checkpoint)
     loaded, saved = map(CriticGRPO.load_from_checkpoint, paths)
     check_close([own(loaded)], [own(saved)])

@@ -248,6 +248,7 @@ def test_an_interrupt_of_one_rank_ends_all(tmp_path: Path) -> None:
     assert all("cleans up" in error for error in errors)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_finishing_at_different_times_do_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_BY_EXEC, "1")  # it is about an interpreter's own end

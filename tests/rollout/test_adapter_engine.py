@@ -228,7 +228,7 @@ def test_wrong_new_adapter_is_found(fault: str, run: Run, model: str) -> None:
     assert not run.engine.is_proven
 
 
-@pytest.mark.parametrize("size", [0.001, 0.1])
+@pytest.mark.parametrize("size", [0.001, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_wrong_later_adapter_is_found(size: float, run: Run, model: str) -> None:
     policy = Policy(model)
     policy.change(1, size)

@@ -61,7 +61,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 KINDS = [
     *(
-        pytest.param(kind, config, id=kind, marks=[pytest.mark.slow] * (kind not in ("gpt2", "qwen3_moe")))
+        pytest.param(kind, config, id=kind, marks=[pytest.mark.slow] * (kind != "qwen3_moe"))
         for kind, config in COMMON.items()
     ),
     *(pytest.param(kind, config, id=kind, marks=pytest.mark.slow) for kind, config in OTHERS.items()),

@@ -204,8 +204,13 @@ SIZES = [(200, 2048), (45, 2048), (30, 16)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("num_blocks", "max_batched_tokens"), SIZES)
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize(
+    ("is_ahead", "num_blocks", "max_batched_tokens"),
+    [
+        *[pytest.param(True, *sizes, marks=pytest.mark.slow if sizes == SIZES[2] else ()) for sizes in SIZES],
+        *[pytest.param(False, *sizes, marks=pytest.mark.slow if sizes != SIZES[2] else ()) for sizes in SIZES],
+    ],
+)
 def test_what_runs_when_is_vllms(folder: str, is_ahead: bool, num_blocks: int, max_batched_tokens: int) -> None:
     """Also where the cache is too small for all, and some have to begin again."""
     sizes: dict[str, Any] = {"num_blocks": num_blocks, "max_batched_tokens": max_batched_tokens}
