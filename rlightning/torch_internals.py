@@ -34,7 +34,8 @@ def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     In compiled code torch 2.11 loses the gradient of what a collective has changed in place, without an error.
     """
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_reduce(part.contiguous(), "sum", group))
+        reduced: Tensor = functional.wait_tensor(functional.all_reduce(part.contiguous(), "sum", group))
+        return reduced
     total = part.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -43,7 +44,8 @@ def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 def stack_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors [...] of all ranks of a group as one [ranks, ...]; see :func:`sum_over_ranks`."""
     if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_gather_tensor(part.contiguous().unsqueeze(0), 0, group))
+        gathered: Tensor = functional.wait_tensor(functional.all_gather_tensor(part.contiguous()[None], 0, group))
+        return gathered
     parts = part.new_empty(group.size(), *part.shape)
     all_gather_single(parts, part.contiguous().unsqueeze(0), group=group)
     return parts
