@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from statistics import median
 from threading import Condition
 from typing import Any
 
+import psutil
 import yaml
 from make_model import SHAPES, is_made
 
@@ -28,9 +30,12 @@ PROMPT_TOKENS = 128
 RUN_TIMEOUT = 900.0
 """Seconds that one run may take."""
 END_SECONDS = 15.0
-"""That a run which is ended has for its ranks."""
+"""Between SIGTERM to a run that takes too long and SIGKILL to all of its processes."""
 MOST_OF_AN_END = 300
 """Characters of a table's cell that says how a run failed: PyTorch's line on a full device has the facts in them."""
+
+TORCHRUN_REPORT = re.compile(r"^[WE]\d{4} .* torch/distributed/elastic/", re.MULTILINE)
+"""Begins what torchrun says of ranks that have failed, behind what these say."""
 
 GIB = 2**30
 PHASES = ("generate", "reward", "update", "sync")
@@ -112,7 +117,8 @@ class Run:
             return "ok"
         if self.exit_code == 124:
             return "too slow"
-        lines = [line.strip() for line in self.read_log().splitlines() if line.strip()]
+        log = TORCHRUN_REPORT.split(self.read_log(), maxsplit=1)[0]
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
         told = [line for line in lines if line.startswith("error: ")]  # behind it, libraries may say more
         short = [line for line in (*told, *lines) if "out of memory" in line or "OutOfMemoryError" in line]
         last = (told or lines or [""])[-1]
@@ -318,7 +324,8 @@ def count_gpus() -> int:
 def fit(job: Job, arguments: argparse.Namespace, devices: Sequence[int], *, timeout: float = RUN_TIMEOUT) -> Run:
     """Run a job in a folder of its own below ``--out``, on the given devices, for so many seconds at most.
 
-    torchrun starts ranks, all of them at once; Lightning would start the others when rank 0 has imported everything.
+    torchrun starts ranks, all of them at once. Lightning starts the others when rank 0 has imported everything, so that
+    a run begins half a minute later.
     """
     folder, options = write_run(arguments, job)
     trainer = job.config["trainer"]
@@ -343,23 +350,25 @@ def program_environment() -> dict[str, str]:
 def run_logged(command: Sequence[str], log: Path, environment: dict[str, str], timeout: float) -> int:
     """Run a command, whose output the log gets; its exit code, 124 if it took more than so many seconds.
 
-    The processes of its session end with it: ranks would wait for rank 0 for half an hour, and keep their GPUs. Those
-    that torchrun starts have sessions of their own; it ends them when it is asked to end.
+    All processes that it has started end with it: ranks would wait for rank 0 for half an hour, and keep their GPUs.
     """
     with log.open("w") as file:
-        process = subprocess.Popen(
-            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = psutil.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        started: list[psutil.Process] = []
         try:
-            return process.wait(timeout)
-        except subprocess.TimeoutExpired:
+            return int(process.wait(timeout))
+        except psutil.TimeoutExpired:
+            started = process.children(recursive=True)  # torchrun's ranks have sessions of their own
             process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(psutil.TimeoutExpired):
                 process.wait(END_SECONDS)
             return 124
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            for one in started:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
             process.wait()
 
 

@@ -73,9 +73,10 @@ class RLCallback(CheckedArguments, Callback):
         """
 
     def on_update_start(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:
-        """Called before the first optimizer step of a rollout; ``batch.advantages`` is set, and may be changed.
+        """Called before the first optimizer step of a rollout; ``batch.advantages`` is set.
 
-        Which sequences have no gradient and are skipped is decided afterwards; groups then may move between ranks.
+        A callback may change the advantages: to equal ones on the ranks of a tensor-parallel group, and under a
+        controller in the workers (``runs_in = "workers"``).
         """
 
     def on_update_end(self, trainer: Loop, module: object, batch: "RolloutBatch") -> None:

@@ -121,6 +121,14 @@ class RemoteBatch:
             raise AttributeError(name)
         return getattr(self.fetch(), name)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in ("parts", "has_global_groups", "_batch"):
+            raise AttributeError(
+                f"batch.{name} cannot be changed in the controller, which has a copy of the workers' batches. Give the "
+                'callback runs_in = "workers".'
+            )
+        super().__setattr__(name, value)
+
 
 class HookRelay(Checkpoint):
     """A worker's callback that sends RL hooks, and the metrics at the end of an epoch, to the controller.

@@ -233,9 +233,10 @@ class RLModule(EvaluationSteps):
         if batch is None:
             metrics = self.skip_update()
         else:
-            batch = self.estimate_advantages(self.balance(batch))
+            batch = self.leave_out_skippable(self.estimate_advantages(self.balance(batch)))
+            before = None if batch.advantages is None else batch.advantages.clone()
             fire(self.trainer, self, "on_update_start", batch)
-            batch = self.leave_out_skippable(batch)
+            self.skip_by_changed_advantages(batch, before)
             metrics = self.update(batch)
         self.weight_version += 1
         if batch is not None:

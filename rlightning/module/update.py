@@ -223,6 +223,20 @@ class UpdateModule(PolicyModule):
             tensor_parallel_size=self.tensor_parallel_size,
         )
 
+    def skip_by_changed_advantages(self, batch: RolloutBatch, before: Tensor | None) -> None:
+        """Set ``batch.is_skipped`` anew if a callback has changed the advantages on any rank. Every rank must call it.
+
+        Groups stay on their ranks.
+
+        Args:
+            batch: after :meth:`leave_out_skippable`.
+            before: its advantages before the callbacks.
+        """
+        now = batch.advantages
+        is_changed = now is not None and (before is None or not torch.equal(now, before))
+        if self.all_max(torch.tensor(float(is_changed))):
+            batch.is_skipped = self.skippable_sequences(batch)
+
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """Run the rollout's optimizer steps, which count as one step of the Trainer, and return the update's metrics;
         every rank must call it.

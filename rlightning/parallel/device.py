@@ -52,7 +52,7 @@ def share_host_threads(num_processes: int) -> None:
     Args:
         num_processes: number of ranks on this host.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
+    if not _is_thread_count_set():
         torch.set_num_threads(max(1, num_cores() // num_processes))
 
 
@@ -61,8 +61,14 @@ def limit_host_threads() -> None:
 
     With a GPU the host copies a few megabytes a step; waking a thread on every core can take longer than the copy.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
+    if not _is_thread_count_set():
         torch.set_num_threads(min(torch.get_num_threads(), HOST_THREADS))
+
+
+def _is_thread_count_set() -> bool:
+    """Return whether the user has set ``OMP_NUM_THREADS``; torchrun sets it to 1 where nobody has."""
+    count = os.environ.get("OMP_NUM_THREADS")
+    return count is not None and not (count == "1" and "TORCHELASTIC_RUN_ID" in os.environ)
 
 
 def use_tensor_cores(device: torch.device, precision: str) -> None:

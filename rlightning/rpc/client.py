@@ -108,15 +108,21 @@ async def end_process(process: ManagedProcess, peer: Peer) -> str:
     Returns:
         How the process ended, such as "exit code 3" or "SIGKILL".
     """
-    loop = asyncio.get_running_loop()
     if peer.closed.done():
-        await loop.run_in_executor(None, process.wait, intervals.EXIT_STATUS_GRACE)
-    try:
-        await loop.run_in_executor(None, process.terminate)
-    except RuntimeError:  # the interpreter shuts down, and no longer starts threads
-        process.terminate()
+        await _call_in_thread(process.wait, intervals.EXIT_STATUS_GRACE)
+    await _call_in_thread(process.terminate)
     peer.abort("it was ended")
     return process.describe_end()
+
+
+async def _call_in_thread(function: Callable[..., object], *arguments: object) -> None:
+    """Call a function that blocks in another thread, or in this one if the interpreter shuts down."""
+    try:
+        call = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    except RuntimeError:  # no more threads are started
+        function(*arguments)
+    else:
+        await call
 
 
 async def _connect(host: str, port: int, key: bytes | None) -> socket.socket:

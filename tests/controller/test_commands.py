@@ -33,7 +33,7 @@ from rlightning.controller.commands import (
     raise_failure,
 )
 from rlightning.controller.driver import DriverContext
-from rlightning.controller.hook_relay import BatchPart, HookRelay, Relay
+from rlightning.controller.hook_relay import BatchPart, HookRelay, Relay, RemoteBatch
 from rlightning.controller.remote_module import ControllerModule
 from rlightning.controller.rtensor import RTensor, fetch_tensors
 from rlightning.controller.worker import Worker
@@ -277,6 +277,13 @@ def test_flush_calls_update_hook_only_with_a_head_rank(head_rank: int | None) ->
         relay.add(rank, FiredHook("on_update_start", (part,), 7, 4))
     relay.flush()
     assert [[batch.num_tokens for batch in arguments] for arguments in fired] == ([] if head_rank is None else [[5]])
+
+
+def test_batch_in_controller_cannot_be_changed() -> None:
+    batch = RemoteBatch([BatchPart(5, 2, 2, None, None, is_head=True)], has_global_groups=True)
+    with pytest.raises(AttributeError, match="advantages cannot be changed in the controller"):
+        batch.advantages = torch.zeros(5)
+    assert batch.num_tokens == 5
 
 
 def test_workers_write_the_model_and_its_adapter(

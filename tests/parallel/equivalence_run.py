@@ -149,6 +149,7 @@ def train_each(folder: Path, model: str, runs: dict[str, dict[str, Any]]) -> Non
         result = train(folder / name, model, strategy, num_ranks, **arguments)
         assert not counters["graph_break"], counters["graph_break"]
         assert compiles == bool(counters["stats"]["unique_graphs"])
+        torch._dynamo.reset()  # or the next run would take this one's code
         counters.clear()
         if rank == 0:
             torch.save(result, folder / f"{name}.pt")

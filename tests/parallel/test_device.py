@@ -119,11 +119,15 @@ def test_synchronizing_a_stream_leaves_others_alone() -> None:
 
 @contextmanager
 def threads(count: int, asked: str | None) -> Iterator[None]:
-    """As in a process with so many threads, whose user has asked for a number of them or for none."""
+    """As in a process with so many threads, whose user, or torchrun, has asked for a number of them or for none."""
     usual = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("OMP_NUM_THREADS", raising=False)
-        if asked is not None:
+        for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
+            patch.delenv(name, raising=False)
+        if asked == "torchrun":
+            patch.setenv("OMP_NUM_THREADS", "1")
+            patch.setenv("TORCHELASTIC_RUN_ID", "none")
+        elif asked is not None:
             patch.setenv("OMP_NUM_THREADS", asked)
         torch.set_num_threads(count)
         try:
@@ -132,14 +136,17 @@ def threads(count: int, asked: str | None) -> Iterator[None]:
             torch.set_num_threads(usual)
 
 
-@pytest.mark.parametrize(("asked", "before", "after"), [(None, 8, 4), (None, 2, 2), ("8", 8, 8)])
+@pytest.mark.parametrize(("asked", "before", "after"), [(None, 8, 4), (None, 2, 2), ("8", 8, 8), ("torchrun", 8, 4)])
 def test_host_threads_are_limited_unless_user_sets_them(asked: str | None, before: int, after: int) -> None:
     with threads(before, asked):
         platform.limit_host_threads()
         assert torch.get_num_threads() == after
 
 
-@pytest.mark.parametrize(("asked", "num_processes", "after"), [(None, 2, 4), (None, 3, 2), (None, 16, 1), ("8", 2, 5)])
+@pytest.mark.parametrize(
+    ("asked", "num_processes", "after"),
+    [(None, 2, 4), (None, 3, 2), (None, 16, 1), ("8", 2, 5), ("1", 2, 5), ("torchrun", 2, 4)],
+)
 def test_the_processes_of_a_host_share_its_cores(
     asked: str | None, num_processes: int, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,4 +154,4 @@ def test_the_processes_of_a_host_share_its_cores(
     with threads(5, asked):
         platform.share_host_threads(num_processes)
         assert torch.get_num_threads() == after
-        assert os.environ.get("OMP_NUM_THREADS") == asked
+        assert os.environ.get("OMP_NUM_THREADS") == ("1" if asked == "torchrun" else asked)

@@ -153,17 +153,21 @@ async def test_worker_failing_to_start_leaves_calls(tmp_path: Path) -> None:
 
 
 UNCLOSED = """
-import sys
-sys.path[:0] = sys.argv[2:]
+import os, signal, sys
+sys.path[:0] = sys.argv[3:]
 from test_worker_pool import make_pool
 from rlightning.rpc.client import LoopThread
-print(LoopThread("calls").run(make_pool().call("a", sys.argv[1], hang_timeout=60.0)))
+pid = LoopThread("calls").run(make_pool().call("a", sys.argv[1], hang_timeout=60.0))
+if sys.argv[2] == "killed":
+    os.kill(pid, signal.SIGKILL)
+print(pid)
 """
 
 
-def test_program_that_closes_no_pool_ends_its_worker_in_silence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["alive", "killed"])
+def test_program_that_closes_no_pool_ends_its_worker_in_silence(end: str, tmp_path: Path) -> None:
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    command = [sys.executable, "-c", UNCLOSED, str(tmp_path), *paths]
+    command = [sys.executable, "-c", UNCLOSED, str(tmp_path), end, *paths]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert still_running([int(done.stdout)]) == []
     assert done.stderr == ""
