@@ -97,19 +97,19 @@ def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None
 
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source tensor into its target, many with one kernel."""
+    """Copy each source tensor into its target, in one call."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def zero_tensors(tensors: list[Tensor]) -> None:
-    """Fill each tensor with zeros, many with one kernel."""
+    """Fill each tensor with zeros, in one call."""
     if tensors:
         torch._foreach_zero_(tensors)
 
 
 def scale_tensors(tensors: list[Tensor], factor: Tensor | list[float]) -> None:
-    """Multiply tensors in place, many in one kernel: all by a scalar on their device, or each by its own number."""
+    """Multiply tensors in place, in one call: all by a scalar on their device, or each by its own number."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
 

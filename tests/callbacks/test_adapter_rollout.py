@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +77,7 @@ class HoldEngine(RLCallback):
     def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
         (engine,) = module.generator._engines.samplers
         self.core = find_core(engine.process.pid)
+        time.sleep(0.02)  # completions of one length end together, and the next have no tokens yet
         os.kill(self.core, signal.SIGSTOP)
 
     def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
@@ -83,9 +86,17 @@ class HoldEngine(RLCallback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.release()
 
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.release()
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self.release()
+
     def release(self) -> None:
-        if self.core is not None:
-            os.kill(self.core, signal.SIGCONT)
+        core, self.core = self.core, None
+        if core is not None:
+            with suppress(ProcessLookupError):  # after an error the rollout callback may have ended the engine
+                os.kill(core, signal.SIGCONT)
 
 
 @pytest.mark.processes
@@ -97,12 +108,12 @@ def test_tokens_in_flight_are_of_the_adapter_that_they_name(engine_model: str, t
     rollout = make_rollout(
         placement="standalone",
         max_staleness=2,
-        max_new_tokens=24,
+        max_new_tokens=96,
         cache_after_sync="recompute",
         send_adapter=True,
         verify_every=10,  # requests for verification would wait for all that is in flight
         verify_trajectories=False,
-        engine={"max_num_seqs": 6},  # of 24 in flight: at each sync some have begun and not ended
+        engine={"max_num_seqs": 2},  # of 24 in flight: at each sync some have begun and not ended
     )
     module = make_module(engine_model, adapter=ADAPTER, lr=0.1, validate_first=False)
     make_trainer(tmp_path, 3, rollout, origins, witness, HoldEngine()).fit(module, make_data(tmp_path))

@@ -173,7 +173,7 @@ def tensor_parallel(model: str, folder: Path) -> Iterator[Run]:
 
 
 def check_later_versions(run: Run, model: str, adapter: Adapter) -> None:
-    """They are installed without vLLM's own installation, and are those of the actor."""
+    """They are installed without vLLM's own installation, and are those of the actor; so is a new receiver's first."""
     policy, tokens = Policy(model, adapter), list(LONG_PROMPT.token_ids)
     with run.other_sender():
         sync = run.begin(policy)
@@ -186,6 +186,10 @@ def check_later_versions(run: Run, model: str, adapter: Adapter) -> None:
                 np.testing.assert_allclose(scores(run, tokens)[1:], expected(policy, tokens)[1:], atol=1e-4)
         finally:
             run.fault.write_text("")
+    with run.other_sender():
+        policy.change(2, 0.3)
+        run.begin(policy).sync_weights()
+        np.testing.assert_allclose(scores(run, tokens)[1:], expected(policy, tokens)[1:], atol=1e-4)
 
 
 @pytest.mark.parametrize("adapter", [ADAPTER, Adapter(rank=3, use_rslora=True, target_modules=["q_proj", "v_proj"])])
@@ -198,6 +202,26 @@ def test_later_versions_reach_each_tensor_parallel_worker(tmp_path: Path, starts
     model = save_model(tmp_path / "model", num_key_value_heads=2)  # one a worker
     with tensor_parallel(model, tmp_path) as run:
         check_later_versions(run, model, ADAPTER)
+
+
+@pytest.mark.parametrize("fault", ["no second chunk", "no repetition"])
+def test_sync_after_a_failed_one_installs_the_actors_adapter(fault: str, run: Run, model: str) -> None:
+    """Over the same receiver, which has some or all of the failed sync's values."""
+    policy, tokens = Policy(model), list(LONG_PROMPT.token_ids)
+    with run.other_sender():
+        sync = run.begin(policy)
+        sync.sync_weights()
+        policy.change(0, 0.3)
+        run.fault.write_text(fault)
+        try:
+            with pytest.raises(EngineError, match=fault):
+                sync.sync_weights()
+        finally:
+            run.fault.write_text("")
+        for seed in range(1, 3):
+            policy.change(seed, 0.3)
+            sync.sync_weights()
+            np.testing.assert_allclose(scores(run, tokens)[1:], expected(policy, tokens)[1:], atol=1e-4)
 
 
 def test_former_adapters_keys_and_values_are_not_read(run: Run, model: str) -> None:

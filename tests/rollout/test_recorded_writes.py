@@ -23,7 +23,7 @@ def install(weights: Weights, memory: Memory) -> None:
     weights["B"] *= 1.5
     memory[0][0] = 0
     memory[0][0, :2, :2].copy_(weights["A"][:, :2], non_blocking=True)
-    memory[1][0].copy_(torch.zeros(()).expand(4, 4))  # as memory[1][0] = 0 does on a GPU
+    memory[1][0].zero_()
     memory[1][0, :3, :2].copy_(weights["B"])
 
 
@@ -67,6 +67,16 @@ def scale_after(weights: Weights, memory: Memory) -> None:
     weights["B"] *= 2
 
 
+def scale_twice(weights: Weights, memory: Memory) -> None:
+    weights["B"] *= 2
+    install(weights, memory)
+
+
+def copy_twice(weights: Weights, memory: Memory) -> None:
+    install(weights, memory)
+    memory[0][0, :2, :2].copy_(weights["A"][:, 2:])
+
+
 def clear_after(weights: Weights, memory: Memory) -> None:
     install(weights, memory)
     memory[1][0, 2] = 0
@@ -90,6 +100,8 @@ def write_into_a_weight(weights: Weights, memory: Memory) -> None:
         read_converted,
         add,
         scale_after,
+        scale_twice,
+        copy_twice,
         clear_after,
         fill_with_another_number,
         write_into_a_weight,

@@ -13,11 +13,24 @@ from rlightning.rollout.vllm.weight_receiver import WorkerExtension
 class WrongAdapter(WorkerExtension):
     """Does with an adapter what the file of the variable FAULT says; "" is nothing wrong."""
 
+    def rl_receive_weights(self, chunk: int) -> tuple[list[str], list[str]]:
+        if chunk == 1 and Path(os.environ["FAULT"]).read_text() == "no second chunk":
+            raise RuntimeError("no second chunk")
+        return super().rl_receive_weights(chunk)
+
     def rl_install_adapter(self, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> Sequence[str]:
         fault = Path(os.environ["FAULT"]).read_text()
-        settings, weights = dict(settings), dict(weights)
         if fault == "older":
             return []
+        if not fault:
+            return super().rl_install_adapter(settings, weights)
+        if fault == "no installation":
+            with patch("rlightning.rollout.vllm.adapters.LoRAModel"):  # whose layers are none
+                return super().rl_install_adapter(settings, weights)
+        if fault == "no repetition":
+            with patch("rlightning.rollout.vllm.adapters.RecordedWrites.repeat", side_effect=RuntimeError(fault)):
+                return super().rl_install_adapter(settings, weights)
+        settings, weights = dict(settings), dict(weights)
         if fault == "not applied":
             weights = {name: weight.zero_() for name, weight in weights.items()}
         if fault == "applied twice":
@@ -28,7 +41,8 @@ class WrongAdapter(WorkerExtension):
             settings["use_rslora"] = True
         if fault == "one module missing":
             weights = {name: weight for name, weight in weights.items() if "layers.1.self_attn.k_proj" not in name}
-        if fault == "no installation":
-            with patch("rlightning.rollout.vllm.adapters.LoRAModel"):  # whose layers are none
-                return super().rl_install_adapter(settings, weights)
-        return super().rl_install_adapter(settings, weights)
+        self._rl_installed = None  # this one and the next have other settings or tensors than the ones before them
+        try:
+            return super().rl_install_adapter(settings, weights)
+        finally:
+            self._rl_installed = None

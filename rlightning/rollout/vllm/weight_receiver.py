@@ -63,7 +63,7 @@ class WorkerExtension:
             self._rl_receiver = None
         receiver: driver.WeightReceiver = pickle.loads(receivers[self.rank])
         receiver.open(torch.device(self.device))
-        self._rl_receiver, self._rl_adapter = receiver, {}
+        self._rl_receiver, self._rl_adapter, self._rl_installed = receiver, {}, None
         if self._rl_stored_form is None:
             with set_current_vllm_config(self.vllm_config):  # vLLM's transformers backend has changed the classes
                 self._rl_stored_form = StoredForm(self.vllm_config.model_config)
@@ -125,7 +125,10 @@ class WorkerExtension:
         return sorted(self.rl_install_adapter(plan.adapter, self._rl_adapter))
 
     def rl_install_adapter(self, settings: Mapping[str, object], weights: Mapping[str, Tensor]) -> Sequence[str]:
-        """Replace the worker's adapter; return the names of its modules that the engine's model does not have."""
+        """Replace the worker's adapter; return the names of its modules that the engine's model does not have.
+
+        One receiver's settings and tensors are always the same; only the tensors' values change.
+        """
         from rlightning.rollout.vllm.adapters import install_adapter
 
         last, self._rl_installed = self._rl_installed, None  # None if this fails

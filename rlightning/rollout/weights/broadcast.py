@@ -1,7 +1,7 @@
 """Weights for engines on other devices or hosts: each chunk is one broadcast, by NCCL, or by gloo on CPUs."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -97,21 +97,20 @@ class BroadcastReceiver(WeightReceiver):
             self._group.connect()
         except (OSError, RuntimeError) as error:
             raise EngineError(f"No weights from {self._place.host}, port {self._place.port}: {error}.") from error
-        self._bucket = torch.empty(self.plan.num_bytes, dtype=torch.uint8, device=device)
-        self._views = ChunkViews(self.plan, self._bucket)
+        self._views = ChunkViews(self.plan, torch.empty(self.plan.num_bytes, dtype=torch.uint8, device=device))
 
-    def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
-        """Receive a chunk, and yield its names and tensors."""
+    def receive(self, chunk: int) -> Iterable[tuple[str, Tensor]]:
+        """Receive a chunk, and return its names and tensors."""
         assert self._group is not None, "open comes first"
         try:
-            self._group.broadcast(self.plan.filled(self._bucket, chunk))
+            self._group.broadcast(self.plan.filled(self._views.bucket, chunk))
         except (OSError, RuntimeError) as error:
             self.close()
             raise EngineError(f"Chunk {chunk} of the weights did not come: {error}.") from error
-        return iter(self._views.tensors(chunk))
+        return self._views.tensors(chunk)
 
     def close(self) -> None:
-        """Leave the process group, and free the bucket."""
+        """Leave the process group."""
         if self._group is not None:
             self._group.leave("The worker has left.")
 

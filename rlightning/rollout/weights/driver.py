@@ -29,7 +29,7 @@ A transport is a sender in the trainer, and receivers, which the sender makes an
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from itertools import islice
@@ -80,8 +80,8 @@ class WeightReceiver(Protocol):
         """Connect to the sender; ``device`` is the worker's."""
         return
 
-    def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
-        """Wait for a chunk; yield its names and tensors, which are valid until the worker's call returns.
+    def receive(self, chunk: int) -> Iterable[tuple[str, Tensor]]:
+        """Wait for a chunk; return its names and tensors, which are valid until the worker's call returns.
 
         Raises:
             EngineError: the chunk does not arrive.

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,8 @@ class FileReceiver(WeightReceiver):
         """Set the device to which tensors are read."""
         self._device = device
 
-    def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
-        """Wait for a chunk's file, and yield its names and tensors."""
+    def receive(self, chunk: int) -> Iterable[tuple[str, Tensor]]:
+        """Wait for a chunk's file, and return its names and tensors, each read when it is asked for."""
         deadline = Deadline(self._timeout)
         while (tensors := self._read_current(chunk)) is None:
             if deadline.is_over:

@@ -5,7 +5,7 @@ On a CPU this is a memory file; on a CUDA device, an allocation that is opened b
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -77,9 +77,9 @@ class SharedMemoryReceiver(WeightReceiver):
         """Map the sender's bucket into this process, from host memory or from a CUDA device."""
         self._views = ChunkViews(self.plan, self._open_bucket(device))
 
-    def receive(self, chunk: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield a chunk's names and tensors, which are already in the bucket."""
-        return iter(self._views.tensors(chunk))
+    def receive(self, chunk: int) -> Iterable[tuple[str, Tensor]]:
+        """Return a chunk's names and tensors, which are already in the bucket."""
+        return self._views.tensors(chunk)
 
 
 def open_memory_file(pid: int, fd: int, num_bytes: int, device: torch.device) -> Tensor:

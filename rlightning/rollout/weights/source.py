@@ -126,13 +126,13 @@ class ChunkViews:
     """
 
     def __init__(self, plan: ChunkPlan, bucket: Tensor) -> None:
-        self._plan, self._bucket = plan, bucket
+        self.bucket, self._plan = bucket, plan
         self._views: dict[int, list[tuple[str, Tensor]]] = {}
 
     def tensors(self, chunk: int) -> Sequence[tuple[str, Tensor]]:
         """Return a chunk's names and tensors."""
         if chunk not in self._views:
-            self._views[chunk] = list(self._plan.tensors(self._bucket, chunk))
+            self._views[chunk] = list(self._plan.tensors(self.bucket, chunk))
         return self._views[chunk]
 
 

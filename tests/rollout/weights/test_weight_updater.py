@@ -3,7 +3,7 @@
 import importlib
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,7 +64,7 @@ class LocalEngine:
 
     def receive_weights(self, chunk: int) -> list[str]:
         def receive(worker: int) -> None:
-            received: Iterator[tuple[str, Tensor]] = self._receivers[worker].receive(chunk)
+            received: Iterable[tuple[str, Tensor]] = self._receivers[worker].receive(chunk)
             self.loaded[worker].update((name, float(tensor[-1])) for name, tensor in received)
 
         if chunk == self.dies_at:
