@@ -66,7 +66,7 @@ def limit_host_threads() -> None:
 
 
 def _is_thread_count_set() -> bool:
-    """Return whether the user has set ``OMP_NUM_THREADS``; torchrun sets it to 1 where nobody has."""
+    """Return whether the user has set ``OMP_NUM_THREADS``; torchrun sets it to 1 if it is not set."""
     count = os.environ.get("OMP_NUM_THREADS")
     return count is not None and not (count == "1" and "TORCHELASTIC_RUN_ID" in os.environ)
 
