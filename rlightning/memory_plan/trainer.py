@@ -140,7 +140,7 @@ class TrainerMemory:
     def gradients(self) -> int:
         """Return the bytes of gradients, and of the copies of them that a strategy keeps."""
         parallelism = self.work.parallelism
-        total = 0 if self._is_on_host else self._held
+        total = self.parameters()
         if parallelism.has_gradient_buckets:
             total += self._held
         if parallelism.kind == "fsdp" and not parallelism.reduce_every_microbatch:
@@ -236,15 +236,9 @@ class TrainerMemory:
     def activations(self, tokens: int, checkpointed_layers: int = 0) -> ActivationBytes:
         """Return the bytes of the actor's activations for a micro-batch of ``tokens`` tokens if its first
         ``checkpointed_layers`` layers are checkpointed.
-
-        The backward pass begins with the other layers, which therefore determine its peak.
         """
-        config, adapter = self.work.config, self.work.adapter
-        traced = self._trace(config, tokens, is_checkpointed=checkpointed_layers == self.num_layers, adapter=adapter)
-        if 0 < checkpointed_layers < self.num_layers:
-            saved = (traced - self._trace(config, tokens, is_checkpointed=True, adapter=adapter)) @ KEPT
-            traced = traced - saved * checkpointed_layers / self.num_layers * UPDATE
-        return ActivationBytes(*traced.tolist())
+        share = checkpointed_layers / self.num_layers
+        return ActivationBytes(*self._activations(self.work.config, tokens, share, self.work.adapter).tolist())
 
     def others_activations(self, tokens: int, checkpointed_layers: int = 0) -> int:
         """Return the bytes of activations that trained models other than the actor keep until a micro-batch's backward
@@ -254,27 +248,30 @@ class TrainerMemory:
         """
         kept = 0.0
         for role in self.work.others:
-            if role.config is None or role.optimizer_states is None:
-                continue
-            wanted = role.gradient_checkpointing
-            share = checkpointed_layers / self.num_layers if wanted == "auto" else float(wanted)
-            for part, is_checkpointed in ((1 - share, False), (share, True)):
-                if part:
-                    kept += part * float(self._trace(role.config, tokens, is_checkpointed=is_checkpointed) @ KEPT)
+            if role.config is not None and role.optimizer_states is not None:
+                wanted = role.gradient_checkpointing
+                share = checkpointed_layers / self.num_layers if wanted == "auto" else float(wanted)
+                kept += float(self._activations(role.config, tokens, share) @ KEPT)
         return int(kept)
 
-    def _trace(
-        self, config: PreTrainedConfig, tokens: int, *, is_checkpointed: bool, adapter: LoRA | None = None
-    ) -> Bytes:
+    def _activations(self, config: PreTrainedConfig, tokens: int, share: float, adapter: LoRA | None = None) -> Bytes:
+        """Return the bytes of a model's activations, [4], if the first ``share`` of its layers is checkpointed.
+
+        The backward pass begins with the other layers, which therefore determine its peak.
+        """
         work = self.work
         decoder = Decoder(
             dtype=torch.float32 if work.precision == "32-true" or work.is_autocast else torch.bfloat16,
             is_autocast=work.is_autocast,
-            gradient_checkpointing=is_checkpointed,
+            gradient_checkpointing=share == 1,
             is_compiled=work.is_compiled,
             tensor_parallel_size=work.parallelism.tensor_parallel_size,
             adapter_rank=0 if adapter is None else adapter.rank,
             adapter_targets=() if adapter is None else tuple(sorted({n.rpartition(".")[2] for n in adapter.modules})),
         )
         fixed, slope = fit_activations(config, decoder, work.longest)
-        return fixed + slope * tokens
+        traced = fixed + slope * tokens
+        if 0 < share < 1:
+            saved = (traced - self._activations(config, tokens, 1, adapter)) @ KEPT
+            traced = traced - share * saved * UPDATE
+        return traced
