@@ -86,10 +86,11 @@ def deny_ray() -> None:
     from vllm.ray import lazy_utils
 
     for name in ("is_ray_initialized", "is_in_ray_actor"):
-        asked = getattr(lazy_utils, name)
+        asked: Callable[[], bool] = getattr(lazy_utils, name)
+        answer = functools.partial(_ask_if_imported, asked)
         for module in [module for path, module in sys.modules.items() if path.startswith("vllm.")]:
             if vars(module).get(name) is asked:
-                setattr(module, name, functools.partial(_ask_if_imported, asked))
+                setattr(module, name, answer)
 
 
 def _ask_if_imported(asked: Callable[[], bool]) -> bool:
