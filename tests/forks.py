@@ -4,8 +4,10 @@ import atexit
 import contextlib
 import faulthandler
 import fcntl
+import functools
 import gc
 import importlib
+import io
 import os
 import random
 import select
@@ -16,6 +18,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +26,10 @@ import fork_server
 from fork_server import ForkServer, Program, Request, install, prctl
 
 PRELOADED = (
+    "rlightning.cli.hidden_packages",
     "rlightning.cli.lightning_cli",
+    "rlightning.controller.ray_controller",
+    "rlightning.models.sharded_policy",
     "rlightning.rollout.vllm.process",
     "rlightning.rollout.vllm.weight_receiver",
     "rlightning.rollout.vllm.scheduler",
@@ -55,6 +61,8 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     replace_kernels()
+    deny_ray()
+    parse_config()
     del sys.modules["ray"]
     _set_by_imports.update({k: v for k, v in os.environ.items() if k not in before})
     sys.path.remove(str(Path(__file__).parent))
@@ -71,6 +79,47 @@ def replace_kernels() -> None:
 
     CpuPlatform.register_triton_kernel_overrides()
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[method-assign,assignment]
+
+
+def deny_ray() -> None:
+    """Have engines ask whether an actor of Ray runs them without importing Ray, in 0.2 CPU seconds."""
+    from vllm.ray import lazy_utils
+
+    for name in ("is_ray_initialized", "is_in_ray_actor"):
+        asked: Callable[[], bool] = getattr(lazy_utils, name)
+        answer = functools.partial(_ask_if_imported, asked)
+        for module in [module for path, module in sys.modules.items() if path.startswith("vllm.")]:
+            if vars(module).get(name) is asked:
+                setattr(module, name, answer)
+
+
+def _ask_if_imported(asked: Callable[[], bool]) -> bool:
+    """Whether it is so; what has not been imported has not been begun to use."""
+    return "ray" in sys.modules and asked()
+
+
+CONFIG = """\
+model: {class_path: GRPO, init_args: {model: model, rewards: [rlightning.rewards.exact_match], prompts_per_step: 1}}
+data: {train: rows.jsonl}
+rollout: {max_new_tokens: 1}
+trainer: {callbacks: [{class_path: ModelCheckpoint}]}
+"""
+
+
+def parse_config() -> None:
+    """Parse a configuration: what is found in the classes' sources is kept; it takes each run half a CPU second."""
+    from rlightning.cli.config_precheck import check_early
+    from rlightning.cli.lightning_cli import RLCLI
+
+    filters = list(warnings.filters)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(CONFIG)
+        file.flush()
+        options = ["--config", file.name]
+        check_early("fit", options)
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            RLCLI(args=["fit", *options, "--print_config"])
+    warnings.filters[:] = filters  # type: ignore[index]
 
 
 def end(program: Program) -> NoReturn:

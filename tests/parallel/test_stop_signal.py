@@ -85,8 +85,15 @@ def saved_step(folder: Path) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_rollout_start", "on_reward_start"])
+@pytest.mark.parametrize(
+    ("hook", "number"),
+    [
+        ("on_train_batch_start", signal.SIGTERM),
+        ("on_rollout_start", signal.SIGTERM),
+        ("on_rollout_start", signal.SIGINT),
+        ("on_reward_start", signal.SIGTERM),
+    ],
+)
 def test_hung_step_is_left_previous_saved(
     hook: str, number: signal.Signals, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
