@@ -113,7 +113,7 @@ def parse_work(args: list[str]) -> Work:
         longest=min(batch.max_tokens_per_microbatch, positions),
         precision=read_precision(trainer["precision"]),
         gradient_checkpointing=model.get("gradient_checkpointing", "auto"),
-        is_compiled=is_compiled_by_setting(model.get("compile"), "cuda", parallelism.tensor_parallel_size),
+        is_compiled=is_compiled_by_setting(model.get("compile"), "cuda"),
         optimizer_states=model.get("optimizer_states", "float32"),
         parallelism=parallelism,
     )

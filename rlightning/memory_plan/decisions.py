@@ -90,7 +90,7 @@ def read_run(trainer: Trainer, module: object) -> Work:
         longest=min(module.plan.max_tokens_per_microbatch, module.max_model_length),
         precision=read_precision(trainer.precision),
         gradient_checkpointing=actor.gradient_checkpointing,
-        is_compiled=should_compile(module.compiles_layers, strategy.root_device, parallelism.tensor_parallel_size)[0],
+        is_compiled=should_compile(module.compiles_layers, strategy.root_device)[0],
         optimizer_states=(actor.optimizer or AdamWSettings()).optimizer_states,
         parallelism=parallelism,
     )

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from rlightning.models.counts import count_windows, head_size, num_key_value_heads
 from rlightning.models.flash_attention_4 import flash_attention
 from rlightning.models.flash_attention_trial import flash_attention_obstacle, shared_prefix_obstacle
-from rlightning.models.segment_attention import segment_attention, shared_heads
+from rlightning.models.segment_attention import MIN_FLASH_KEYS, segment_attention, shared_heads
 from rlightning.types.shared_prefixes import SharedPrefixes
 
 T = TypeVar("T")
@@ -129,7 +129,8 @@ def packed_attention(
     if attend is not padded_attention and sliding_window is None:
         bounds = cu_seq_lens_q, max_length_q, segments, max_segment
         is_fast = attend is flash_attention and shared_prefix_obstacle(*_sizes(q, k)) is None
-        return segment_attention(q, k, v, *bounds, scaling, has_flash_attention=is_fast).unsqueeze(0), None
+        min_flash_keys = MIN_FLASH_KEYS if is_fast else None
+        return segment_attention(q, k, v, *bounds, scaling, min_flash_keys=min_flash_keys).unsqueeze(0), None
     # A sequence's own tokens, the last of its path, attend to the whole path: the causal mask is aligned at the end,
     # from which a window, which differs between the tokens of a segment, is counted too.
     k, v = (_Gather.apply(x, key_places) for x in (k, v))  # type: ignore[no-untyped-call]

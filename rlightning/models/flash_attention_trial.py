@@ -138,13 +138,13 @@ def _shared_trial(lengths: list[int], prefixes: list[int]) -> _Trial:
     tree = Prefixes([*range(len(lengths))], np.array(prefixes))
     layout = share_prefixes(torch.tensor([0, *accumulate(lengths)]), tree)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, has_flash_attention: bool) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, min_flash_keys: int | None) -> Tensor:
         shared = layout.to(q.device)
         bounds = shared.cu_seqlens, shared.max_length, shared.segments, shared.max_segment
-        return segment_attention(q, k, v, *bounds, None, has_flash_attention=has_flash_attention)
+        return segment_attention(q, k, v, *bounds, None, min_flash_keys=min_flash_keys)
 
     num_tokens = layout.unique.numel()
-    ways = functools.partial(attend, has_flash_attention=True), functools.partial(attend, has_flash_attention=False)
+    ways = functools.partial(attend, min_flash_keys=0), functools.partial(attend, min_flash_keys=None)
     return _Trial(num_tokens, num_tokens, ways)
 
 

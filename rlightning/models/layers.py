@@ -46,15 +46,15 @@ def decoder_layers(policy: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-def is_compiled_by_setting(wanted: bool | None, device_type: str, tensor_parallel_size: int) -> bool:
+def is_compiled_by_setting(wanted: bool | None, device_type: str) -> bool:
     """Return whether layers are compiled on a host that has a compiler.
 
-    ``wanted`` is the user's setting; None compiles only on CUDA, and no tensor-parallel layers.
+    ``wanted`` is the user's setting; None compiles only on CUDA.
     """
-    return device_type == "cuda" and tensor_parallel_size == 1 if wanted is None else wanted
+    return device_type == "cuda" if wanted is None else wanted
 
 
-def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_size: int) -> tuple[bool, str]:
+def should_compile(wanted: bool | None, device: torch.device) -> tuple[bool, str]:
     """Return whether layers should be compiled (:func:`is_compiled_by_setting`), and the reason for the log.
 
     Raises a ConfigError if ``wanted`` is True and the host has no compiler.
@@ -62,9 +62,7 @@ def should_compile(wanted: bool | None, device: torch.device, tensor_parallel_si
     obstacle = compiler_obstacle(device)
     if wanted and obstacle:
         raise ConfigError(f"compile=true cannot be: {obstacle}. Leave model.compile out, or set it to false.")
-    if not is_compiled_by_setting(wanted, device.type, tensor_parallel_size):
-        if wanted is None and device.type == "cuda":
-            return False, "layers are not compiled, because they are tensor-parallel (model.compile=true compiles them)"
+    if not is_compiled_by_setting(wanted, device.type):
         return False, "layers are not compiled"
     if obstacle:
         return False, f"layers are not compiled, because {obstacle}"

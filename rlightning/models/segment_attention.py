@@ -30,6 +30,9 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from rlightning.models import flash_attention_4
 from rlightning.torch_internals import varlen_attn_backward
 
+MIN_FLASH_KEYS = 4096
+"""Number of keys of the longest segment from which on FlashAttention 4 is the faster kernel: over short segments, each
+of its calls takes longer than one of ``varlen_attn`` (docs/performance.md)."""
 _TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -65,7 +68,7 @@ def segment_attention(
     max_segment: tuple[int, int],
     scaling: float | None,
     *,
-    has_flash_attention: bool = False,
+    min_flash_keys: int | None = None,
 ) -> Tensor:
     """Compute causal attention over packed sequences with shared prefixes, whose keys and values are not copied, by
     several calls of a kernel.
@@ -77,13 +80,14 @@ def segment_attention(
         segments: see :class:`~rlightning.types.shared_prefixes.SharedPrefixes`.
         max_segment: maximum numbers of a segment's queries and of its keys, or more; both at least 2.
         scaling: factor of the dot products; None for ``D ** -0.5``.
-        has_flash_attention: whether the kernel is FlashAttention 4's, and not that of ``varlen_attn``.
+        min_flash_keys: the kernel is FlashAttention 4's if the longest segment may have so many keys or more,
+            otherwise ``varlen_attn``'s; None for always that.
 
     Returns:
         [U, H, D].
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    numbers = max_length, *max_segment, scaling, has_flash_attention
+    numbers = max_length, *max_segment, scaling, min_flash_keys
     result: tuple[Tensor, Tensor] = _attend(q, k, v, cu_seqlens, segments, *numbers)
     return result[0]
 
@@ -99,7 +103,7 @@ def _attend(
     max_queries: int,
     max_keys: int,
     scale: float | None,
-    has_flash_attention: bool,
+    min_flash_keys: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return attention's result [U, H, D] and its log-sum-exps [H, U].
 
@@ -107,8 +111,9 @@ def _attend(
     inputs and outputs for the backward pass.
     """
     merged: tuple[Tensor, Tensor] | None = None
+    is_flash = min_flash_keys is not None and max_keys >= min_flash_keys
     for part in _parts(cu_seqlens, segments, max_length, max_queries, max_keys):
-        if has_flash_attention:
+        if is_flash:
             bounds = part.queries, part.keys
             result = flash_attention_4.attend(query, key, value, *bounds, scale, is_causal=part.is_causal)
         else:
@@ -173,14 +178,15 @@ def _attend_backward(
     max_queries: int,
     max_keys: int,
     scale: float | None,
-    has_flash_attention: bool,
+    min_flash_keys: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     grad, sums = grad.contiguous(), list[Tensor]()
     tensors = grad, query, key, value, out, lse
+    is_flash = min_flash_keys is not None and max_keys >= min_flash_keys
     for part in _parts(cu_seqlens, segments, max_length, max_queries, max_keys):
         bounds = part.queries, part.keys
-        if has_flash_attention:
+        if is_flash:
             grads = flash_attention_4.differentiate(*tensors, *bounds, scale, is_causal=part.is_causal)
         else:
             longest = part.max_queries, part.max_keys

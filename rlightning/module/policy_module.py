@@ -78,8 +78,7 @@ class PolicyModule(Ranks, SavedModule):
         optimizer_states: format of AdamW's moments between steps: 8, 4 or 2 bytes a parameter (docs/optimizer.md).
         gradient_checkpointing: recompute activations in the backward pass, in all layers or in none; "auto" for the
             fewest layers that leave room for a micro-batch (none if that is unknown, as on the CPU).
-        compile: whether torch.compile compiles the layers, which makes the first step slow; None for only on CUDA, and
-            only if they are not tensor-parallel.
+        compile: whether torch.compile compiles the layers, which makes the first step slow; None for only on CUDA.
         share_prefixes: compute a common prefix of a micro-batch's sequences once, if it is at least a fifth of one of
             them, see docs/performance.md. Results are the same up to rounding. "auto" for the rollouts of which that
             saves at least :data:`~rlightning.module.batching.MIN_SAVED_SHARE` of the tokens.
@@ -205,7 +204,7 @@ class PolicyModule(Ranks, SavedModule):
         strategy = None if self._trainer is None else self.trainer.strategy
         # Not self.device, which Lightning sets after configure_model().
         device = torch.device("cpu") if strategy is None else strategy.root_device
-        is_compiled, _ = should_compile(self.compiles_layers, device, self.tensor_parallel_size)
+        is_compiled, _ = should_compile(self.compiles_layers, device)
         dtype = computes_in = torch.get_default_dtype()
         if adapter is not None and dtype.itemsize < 4:
             check_adapter_precision("bf16-true")

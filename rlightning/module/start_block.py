@@ -64,7 +64,7 @@ def describe_model(trainer: Trainer, module: EvaluationSteps) -> str:
     """Return the model's name and size, its reference and adapter, and which attention and compilation it uses."""
     device, num_parameters = trainer.strategy.root_device, count_weights(module.model_config).total
     computes_in = torch.bfloat16 if trainer.precision.startswith("bf16") else torch.get_default_dtype()
-    _, compiled = should_compile(module.compiles_layers, device, module.tensor_parallel_size)
+    _, compiled = should_compile(module.compiles_layers, device)
     attention = describe_attention(module.model_config, device, computes_in)
     shared = describe_sharing(module, device)
     reference = f", reference {module.reference_path}" if module.kl_coef else ""

@@ -44,6 +44,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(attention, "flash_attention_obstacle", lambda *_: "is not to be used")
     else:
         request.getfixturevalue("flash_attention_4")
+        monkeypatch.setattr(attention, "MIN_FLASH_KEYS", 0)
 
 
 @pytest.mark.usefixtures("flash_attention_4")

@@ -194,19 +194,14 @@ def test_a_compiled_run_is_the_eager_run(tmp_path: Path, caplog: pytest.LogCaptu
 def test_layers_are_compiled_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.setenv("CC", "true")
-    assert [should_compile(wanted, cuda, 1)[0] for wanted in (None, True, False)] == [True, True, False]
-    assert [should_compile(wanted, cpu, 1)[0] for wanted in (None, True, False)] == [False, True, False]
-    assert should_compile(None, cuda, 2) == (
-        False,
-        "layers are not compiled, because they are tensor-parallel (model.compile=true compiles them)",
-    )
-    assert should_compile(True, cuda, 2)[0]
+    assert [should_compile(wanted, cuda)[0] for wanted in (None, True, False)] == [True, True, False]
+    assert [should_compile(wanted, cpu)[0] for wanted in (None, True, False)] == [False, True, False]
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC")
-    assert "needs gcc or clang" in should_compile(None, cuda, 1)[1]
+    assert "needs gcc or clang" in should_compile(None, cuda)[1]
     monkeypatch.delenv("CXX")
     with pytest.raises(ConfigError, match=r"compile=true cannot be.*g\+\+ or clang\+\+.*set it to false"):
-        should_compile(True, cpu, 1)
+        should_compile(True, cpu)
 
 
 def test_compiled_code_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ def run_kernels_on_cpu(monkeypatch: pytest.MonkeyPatch, *, has_flash_attention: 
     if has_flash_attention:
         monkeypatch.setitem(sys.modules, INTERFACE, FlashAttentionOnCPU(INTERFACE))
         monkeypatch.setattr(flash_attention_trial, "_find_obstacle", lambda *_: None)
+        monkeypatch.setattr(attention, "MIN_FLASH_KEYS", 0)
     if not torch._C._dispatch_has_kernel_for_dispatch_key("torch_attn::_varlen_attn", "CPU"):
         torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward)
         torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward)
