@@ -39,7 +39,7 @@ MIN_SHARED = 0.2
 MIN_SAVED_SHARE = 0.4
 """Least share of an update's tokens that shared prefixes must save to be computed once with ``share_prefixes="auto"``.
 On an H100, Qwen3-0.6B's shape is slower where they save 29%, and faster where they save 44%, also than it is with
-FlashAttention 4, which is used for sequences alone (docs/performance.md)."""
+FlashAttention 4, which short prefixes are not computed with (docs/performance.md)."""
 MIN_GAIN = 0.95
 """Groups are moved again only if this reduces the time of an update to this share of it, or less."""
 
