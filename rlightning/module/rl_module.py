@@ -388,6 +388,8 @@ class RLModule(EvaluationSteps):
             return given
         scores = self.rewarder.score(batch.trajectories)
         batch.scores = scores.components
+        for one, own in zip(batch.trajectories, scores.by_sample(), strict=True):
+            one.scores = own
         return scores.rewards + given
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:
