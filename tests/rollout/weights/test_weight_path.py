@@ -43,12 +43,12 @@ def names_in(lines: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
-    """By ``Class.function``, the source of each method of the package's rollout, without its docstring."""
+    """Return the source of each method of the package's rollout, without its docstring, by ``Class.function``."""
     found: dict[str, str] = {}
     for path in ROLLOUT.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        for kind in ast.walk(ast.parse(text)):
-            for function in kind.body if isinstance(kind, ast.ClassDef) else ():
+        for kind in [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]:
+            for function in kind.body:
                 if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                     statements = function.body[ast.get_docstring(function) is not None :]
                     body = "\n".join(ast.unparse(statement) for statement in statements)
