@@ -337,7 +337,7 @@ def read_attribute(node: ast.AST) -> tuple[ast.expr, str] | None:
 
 @pytest.fixture(scope="module")
 def parsed() -> dict[str, ast.Module]:
-    """By path, the syntax trees of the package's files and of the callbacks."""
+    """Return the syntax trees of the package's files and of the callbacks, by path."""
     files = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "callbacks" not in path.parents]
     files += [*CALLBACKS.glob("*.py")]
     roots = {path: CALLBACKS.parent if path.parent == CALLBACKS else PACKAGE for path in files}

@@ -75,7 +75,7 @@ def test_random_cuts_give_the_same_loss_and_gradient(name: str, kind: Aggregatio
     own_lengths = sampled.repeat_interleave(lengths)
 
     def share(start: int, end: int) -> Tensor:
-        """Of sequences start to end, as a micro-batch of their own."""
+        """Return the loss of sequences ``start`` to ``end`` as a micro-batch of their own."""
         bounds = cu_seqlens[start : end + 1]
         cut = slice(int(bounds[0]), int(bounds[-1]))
         bounds = bounds - bounds[0]
