@@ -231,8 +231,8 @@ class StrikeWeights(RLCallback):
             alarm = "former weights" if "of the way back" in str(error) else "other weights"
         seconds = time.perf_counter() - begun
         found = rollout.verification.canary.findings
-        way = max(found.ways.values(), key=lambda way: way.errors, default=None)
-        share, errors = ("", "") if way is None else (way.share, way.errors)
+        missing = max(found.missing_updates.values(), key=lambda one: one.errors, default=None)
+        share, errors = ("", "") if missing is None else (missing.share, missing.errors)
         return [alarm, *found.comparison, share, errors, seconds]
 
     def _measure(self, trainer: Any, module: Any) -> None:

@@ -72,7 +72,7 @@ class DeviceSyncBeforeBarrier(RLCallback):
 
     def _wrap_barrier(self, owner: object, name: str) -> None:
         """Wrap ``owner.name`` so that it synchronizes the device first, until ``teardown``."""
-        barrier = getattr(owner, name)
+        barrier = getattr(owner, name)  # the name depends on the kind of loop
         if hasattr(barrier, "waits_for_device"):
             self._leave_barriers()
             raise ConfigError(

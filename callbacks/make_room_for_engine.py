@@ -37,13 +37,13 @@ class MakeRoomForEngine(OffloadDuringRollout):
         super().__init__(parameters=True)
         self.engine_bytes = 0
         self._others_awake = 0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def begin_run(self) -> None:
         """Reset the measurements, since another run has another engine."""
         super().begin_run()
         self.engine_bytes = self._others_awake = 0
-        self._told.clear()
+        self._logged.clear()
 
     def on_weight_sync_end(self, trainer: Loop, module: object, weight_version: int) -> None:
         """Measure the memory that other processes use while the engine is awake."""
@@ -74,22 +74,22 @@ class MakeRoomForEngine(OffloadDuringRollout):
     def _offload_state(self, trainer: Loop, module: object) -> None:
         before = self.num_bytes
         super()._offload_state(trainer, module)
-        self._tell_of_offload("optimizer state and gradients wait", before)
+        self._log_offload("optimizer state and gradients wait", before)
 
     def _offload_parameters(self, trainer: Loop, module: object) -> None:
         before = self.num_bytes
         super()._offload_parameters(trainer, module)
-        self._tell_of_offload("parameters, which it has, wait", before)
+        self._log_offload("parameters, which it has, wait", before)
 
-    def _tell_of_offload(self, what: str, before: int) -> None:
+    def _log_offload(self, what: str, before: int) -> None:
         moved = self.num_bytes - before
         if moved > 0:
             self._log_once(what, f"in the host's memory until it sleeps ({moved / GIB:.1f} GiB now)")
 
     def _log_once(self, what: str, how: str) -> None:
         """Log, only once, what is done from now on to free memory for the engine."""
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._logged:
+            self._logged.add(what)
             log.info("When the engine wakes, %s %s.", what, how)
 
 

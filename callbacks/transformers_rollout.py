@@ -17,12 +17,12 @@ from rlightning.parallel.collectives import global_rank
 from rlightning.protocols import SampledPolicy
 from rlightning.rollout import Sampler, Sampling
 from rlightning.rollout.decoding import CACHE_STEP
+from rlightning.rollout.engine_memory import read_engine
 from rlightning.rollout.in_flight import InFlight
 from rlightning.rollout.in_process import InProcessSampler, InProcessSamplers
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.transformers_sampler import MAX_PROMPT_TOKENS, TransformersSampler, can_sleep
-from rlightning.rollout.vllm.memory import read_engine
 from rlightning.rollout.weight_sync import WeightSync
 
 

@@ -356,8 +356,7 @@ class VLLMRollout(RolloutCallback):
         """Put prompts in flight, and return the trajectories of as many finished groups. Every rank must call it.
 
         ``take_prompts`` provides prompts for ``max_staleness`` further steps, from which engines sample while the actor
-        is updated. Without prompts in flight ``on_completed`` is called as by :meth:`generate`; otherwise only with a
-        single rank, for each returned group.
+        is updated. ``on_completed`` is called as by :meth:`generate`, for each returned group.
         """
         plan = self._module.plan if has(self._module, HasPlan) else None
         counts = gather_objects((len(prompts), len(self.in_flight)), name="prompts in flight")

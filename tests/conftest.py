@@ -96,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def read_durations() -> dict[str, list[float]]:
-    """What the file says; nothing if it is not there."""
+    """Return the durations in the file; empty if the file does not exist."""
     found: dict[str, list[float]] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     return found
 
@@ -225,7 +225,7 @@ def make_runner() -> Iterator[Any]:
 
 @pytest.fixture
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process without a launcher, that has not resolved its execution mode, and has stored nothing."""
+    """Reset this process's state: no launcher's variables, no resolved execution mode, no stored tensors."""
     from rlightning.controller import tensor_store
     from rlightning.parallel import execution_mode
 

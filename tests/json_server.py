@@ -52,7 +52,7 @@ class JSONServer:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def get(self) -> object:
-        """What a GET is answered."""
+        """Return the answer to a GET request."""
         return {}
 
     def answer(self, body: dict[str, Any], key: str | None) -> tuple[int, dict[str, str], object]:

@@ -14,7 +14,7 @@ UNFINISHED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytes
 
 
 def why_left_out(markers: Collection[str], chosen: str) -> str:
-    """Of a deselected test with these markers, where ``-m`` says ``chosen``."""
+    """Return why a test with these markers is deselected, where ``chosen`` is the argument of ``-m``."""
     return next((LEFT_OUT[name] for name in LEFT_OUT if name in markers and f"not {name}" in chosen), OTHERS)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import cast, get_args
 
 from rlightning.types import AgentTrace, Branch, BranchReason, Prompt, Sample, Status, Trajectory, Turn
+from rlightning.types.supports import Supports
 
 REASONS: tuple[BranchReason, ...] = ("history_edited", "reasoning_dropped", "started_over")
 
@@ -16,7 +17,17 @@ def random_sample(draw: random.Random) -> Sample:
     tokens = [draw.randrange(13) for _ in range(count)]
     logprobs = [-draw.random() for _ in tokens]
     versions = sorted(draw.randrange(4) for _ in tokens)
-    return Sample(tokens, logprobs, versions, f"text {tokens}", draw.choice(("stop", "length")))
+    supports = draw.choice((None, random_supports(draw, tokens)))
+    return Sample(tokens, logprobs, versions, f"text {tokens}", draw.choice(("stop", "length")), supports)
+
+
+def random_supports(draw: random.Random, tokens: Sequence[int]) -> Supports:
+    """Return up to three tokens for each token, itself among them, or none where the support is too large."""
+    supports = []
+    for token in tokens:
+        others = [other for other in draw.sample(range(13), 2) if other != token]
+        supports.append(draw.choice(([], [token], sorted([token, *others]))))
+    return Supports([one for support in supports for one in support], [len(support) for support in supports])
 
 
 def random_trajectory(draw: random.Random, index: int = 0, *, max_turns: int = 5) -> Trajectory:

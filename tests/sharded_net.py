@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def run_ranks(work: Callable[..., T], num_ranks: int, folder: Path, *args: Any, device_type: str = "cpu") -> list[T]:
-    """What ``work(folder, *args)`` returns, as JSON has it, in each process of one group; fail if one of them fails."""
+    """Return the JSON results of ``work(folder, *args)`` in each process of one group; raise an error if one fails."""
     (folder / "store").unlink(missing_ok=True)
     return finish(start_calls(_join, num_ranks, folder, work, args, device_type))
 

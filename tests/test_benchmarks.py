@@ -204,7 +204,7 @@ def test_failed_run_says_what_was_short(log: str, end: str, tmp_path: Path, monk
     assert launch.Run(launch.Job("0.6b/hsdp", {}, 4), tmp_path, 1, 60.0).end.startswith(end)
 
 
-def test_ranks_of_a_run_over_its_limit_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_over_time_limit_ends_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     launch, log = importlib.import_module("launch"), tmp_path / "run.log"
     assert launch.run_logged(["sh", "-c", "sleep 601 & echo $!; wait"], log, dict(os.environ), 1.0) == 124
@@ -304,7 +304,7 @@ def test_collectors_work_is_measured_without_engines(tmp_path: Path) -> None:
     assert all(float(row[name]) > 0 for name in ("collect, us", "pack, us", "unpack, us", "trajectories/s"))
 
 
-def test_a_bound_is_raised_where_rollout_and_loss_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raised_bound_reaches_rollout_and_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     rollout = VLLMRollout(placement="standalone", max_staleness=4)
     chosen: list[int] = []

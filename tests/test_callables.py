@@ -1,4 +1,4 @@
-"""What a call runs, of what users give as functions."""
+"""Callables that users give as functions: which code a call runs."""
 
 import functools
 from typing import Any

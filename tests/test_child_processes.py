@@ -47,7 +47,7 @@ def test_leaves_nothing():
 
 
 def run_tests(folder: Path, *options: str) -> tuple[str, dict[str, int]]:
-    """What pytest says of these tests, and its counts by outcome."""
+    """Return pytest's output on these tests, and its counts by outcome."""
     (folder / "test_it.py").write_text(TESTS)
     variables = {
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),

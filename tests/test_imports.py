@@ -1,4 +1,4 @@
-"""Who may import whom: the rules that keep callbacks separable, objectives pure and starting up quick."""
+"""Which packages may import which: rules that keep callbacks separable, objectives pure and the start quick."""
 
 import ast
 import sys
@@ -90,7 +90,7 @@ def raw_synchronizations(source: str) -> list[str]:
 
 
 def offenders(files: list[Path], *packages: str) -> dict[str, list[str]]:
-    """By file, the imports that are one of ``packages``."""
+    """Return the imports of ``packages``, by file."""
     found = {str(p.relative_to(ROOT)): imports_any(p.read_text(encoding="utf-8"), *packages) for p in files}
     return {name: names for name, names in found.items() if names}
 

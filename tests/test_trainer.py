@@ -49,7 +49,7 @@ def make_trainer(folder: Path | None, *callbacks: Callback, **options: Any) -> T
 
 
 def callbacks_of(trainer: Any) -> list[Any]:
-    """Of the package's, and ModelCheckpoint."""
+    """Return a Trainer's callbacks of this package, and its ModelCheckpoint."""
     own = [c for c in trainer.callbacks if type(c).__module__.startswith("rlightning.")]
     return [*own, *trainer.checkpoint_callbacks]
 

@@ -68,7 +68,7 @@ def save_model(folder: Path, seed: int = 0, **config: Any) -> str:
 
 
 def save_byte_model(folder: Path, **config: Any) -> str:
-    """As :func:`save_model`, but it reads any text, byte by byte, and has a chat template."""
+    """Write a model as :func:`save_model` does, with a tokenizer of bytes and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<eos>": 0, **{byte: i + 1 for i, byte in enumerate(alphabet)}}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -248,7 +248,7 @@ def bare_trainer(folder: Path, max_steps: int, *callbacks: Callback, **kwargs: A
 
 
 def make_trainer(folder: Path, max_steps: int, *callbacks: Callback, **kwargs: Any) -> Trainer:
-    """As :func:`bare_trainer`, with an engine that samples from the actor unless a callback brings another."""
+    """Return :func:`bare_trainer`'s Trainer with a sampler of the actor, unless a callback is a rollout callback."""
     if not any(isinstance(callback, UseGenerator) for callback in callbacks):
         callbacks = (UseGenerator(), *callbacks)
     return bare_trainer(folder, max_steps, *callbacks, **kwargs)

@@ -144,7 +144,7 @@ class TensorStore(ABC):
                 raise StoreFullError(
                     f"'{label}' would store {nbytes:,} bytes more than the {self.live_bytes():,} that are alive in the "
                     f"tensor store of {Owner.of_this_process()}, over its max_bytes={self.max_bytes:,}. "
-                    f"Held are: {held or 'nothing'}. Let go of handles sooner, or raise max_bytes."
+                    f"Held are: {held or 'nothing'}. Drop handles sooner, or raise max_bytes."
                 )
             sleep(0.005)
 

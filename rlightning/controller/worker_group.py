@@ -174,7 +174,8 @@ class WorkerGroup:
         return zip(range(self.num_workers), self.actors, shares, strict=True)
 
     def _call(self, actor: "ActorHandle[Worker]", method: str, *arguments: object, group: str = "commands") -> Ref:
-        called: Ref = getattr(actor, method).options(concurrency_group=group).remote(*arguments)
+        remote = getattr(actor, method)  # an actor's handle has the methods of its class as attributes only
+        called: Ref = remote.options(concurrency_group=group).remote(*arguments)
         return called
 
     def _call_all(self, method: str, *arguments: object) -> dict[Ref, int]:

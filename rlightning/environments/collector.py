@@ -19,8 +19,9 @@ from rlightning.environments.failures import EnvironmentTotals
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import EnvironmentRunner
 from rlightning.environments.snapshots import SavedTrajectory
+from rlightning.environments.trajectory_delivery import TrajectoryDelivery, assign_ranks
 from rlightning.environments.verification import Gap, TrajectoryVerifier
-from rlightning.parallel.collectives import all_to_all_objects, gather_objects, global_rank, world_size
+from rlightning.parallel.collectives import all_to_all_objects, gather_objects, world_size
 from rlightning.parallel.cpu_group import barrier_timeout
 from rlightning.rollout.async_metrics import StepTotals
 from rlightning.rollout.in_flight import Group, InFlight, token_staleness
@@ -151,41 +152,22 @@ class Collector:
         }
         self._expect(len(work) * num_samples)
         made: list[Trajectory] = []
-        done: dict[int, list[Trajectory]] = {}
-        finished: dict[int, list[tuple[int, list[Trajectory]]]] = {rank: [] for rank in received}
-
-        def deliver(groups: Sequence[tuple[int, list[Trajectory]]]) -> None:
-            for place, trajectories in groups:
-                done[place] = trajectories
-                if on_completed is not None:
-                    on_completed(requests[place][0], trajectories)
+        delivery = TrajectoryDelivery(received, on_completed)
 
         def is_done() -> bool:
             for (rank, place), trajectories in _pop_done(running):
                 self._count_failures(trajectories)
                 made.extend(trajectories)
-                if rank == COLLECTOR_RANK:
-                    deliver([(place, trajectories)])
-                else:
-                    finished[rank].append((place, trajectories))
+                delivery.add(rank, (place, received[rank][place][0], trajectories))
             return not running and self._is_verified(made, sampling)
 
-        def send_finished() -> None:
-            sent = all_to_all_objects(finished, name="trajectories")
-            for groups in finished.values():
-                groups.clear()
-            if global_rank() != COLLECTOR_RANK:
-                deliver(sent[COLLECTOR_RANK])
-
         try:
-            self._wait(is_done, send_finished, lambda: any(finished.values()))
+            self._wait(is_done, delivery)
         except BaseException:
             if self._runner is not None:
                 self._runner.cancel(running)
             raise
-        if world_size() > 1:
-            send_finished()
-        return [done[place] for place in range(len(requests))]
+        return delivery.received()
 
     @rare_garbage_collection()
     def collect_trajectories(
@@ -204,14 +186,16 @@ class Collector:
             requests: this rank's prompts and their random streams.
             num_samples: see :meth:`generate`.
             sampling: see :meth:`generate`.
-            on_completed: called for each group that the step takes; only with a single rank.
+            on_completed: called for each group that the step takes, on the rank that gets it; see :meth:`generate`.
             plan: the number of groups that the step takes.
         """
         self.weights.sync_weights()
         self._wait_seconds = 0.0
         received = all_to_all_objects({COLLECTOR_RANK: (list(requests), plan.num_groups)}, name="prompts")
-        num_wanted = sum(int(number) for _, number in received.values())
+        missing = {rank: int(number) for rank, (_, number) in received.items()}
+        num_wanted = sum(missing.values())
         flight, version, made = self.in_flight, plan.weight_version, list[Trajectory]()
+        delivery = TrajectoryDelivery(received, on_completed)
         self._expect(num_wanted * num_samples)
         if self._runner is not None:
             added = [request for handed, _ in received.values() for request in handed]
@@ -219,27 +203,25 @@ class Collector:
 
         def is_done() -> bool:
             self._finish_groups()
-            for group in flight.select_ready(num_wanted, version, per_step=plan.per_step, room=plan.room):
+            selected = flight.select_ready(num_wanted, version, per_step=plan.per_step, room=plan.room)
+            selected.sort(key=lambda group: group.number)
+            for rank, group in zip(assign_ranks(len(selected), missing), selected, strict=True):
                 self._count_failures(group.trajectories or [])
                 made.extend(group.trajectories or [])
-                if on_completed is not None and world_size() == 1:
-                    on_completed(group.prompt, group.trajectories or [])
+                delivery.add(rank, (group.number, group.prompt, group.trajectories or []))
             return flight.num_selected == num_wanted and self._is_verified(made, sampling, version)
 
         try:
-            self._wait(is_done)
+            self._wait(is_done, delivery)
         except Exception:
             self._requeue_all()
             raise
         except BaseException:  # a signal: the run may be resumed
             self._suspend()
             raise
-        groups: dict[int, list[list[Trajectory]]] = {}
         if self._runner is not None:
-            taken = [group.trajectories or [] for group in self._take(version)]
-            for rank, (_, number) in received.items():
-                groups[rank], taken = taken[:number], taken[number:]
-        return next(iter(all_to_all_objects(groups, name="trajectories").values()))
+            self._take(version)
+        return delivery.received()
 
     def _start_groups(
         self, added: Sequence[SeededPrompt], room: int, version: int, num_samples: int, sampling: Sampling
@@ -323,8 +305,8 @@ class Collector:
         future.add_done_callback(lambda _: self.has_changed.set())
         return future
 
-    def _take(self, weight_version: int) -> list[Group]:
-        """Remove the selected groups from those in flight, add them to the step's totals, and return them."""
+    def _take(self, weight_version: int) -> None:
+        """Remove the selected groups from those in flight, and add them to the step's totals."""
         flight, totals = self.in_flight, self.totals
         totals.trainer_wait_seconds += self._wait_seconds
         totals.engine_idle_seconds += self._take_idle_seconds()
@@ -334,7 +316,6 @@ class Collector:
         if flight.max_staleness == 0:
             totals.num_stopped += self._requeue_all()
         totals.num_running, totals.num_finished = len(self._running), flight.num_finished
-        return taken
 
     def _requeue_all(self) -> int:
         """Requeue all started groups, and return their number."""
@@ -359,36 +340,32 @@ class Collector:
         if self._runner is not None:
             self._runner.cancel(futures)
 
-    def _wait(
-        self,
-        is_done: Callable[[], bool],
-        deliver: Callable[[], None] = lambda: None,
-        has_deliveries: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def _wait(self, is_done: Callable[[], bool], delivery: TrajectoryDelivery) -> None:
         """Wait until ``is_done`` is true on rank 0; meanwhile all ranks execute rank 0's instructions.
 
         An error cancels a running verification.
 
         Args:
             is_done: whether rank 0 has all groups.
-            deliver: sends finished groups to their ranks; a collective.
-            has_deliveries: whether rank 0 has finished groups to send.
+            delivery: sends finished groups to their ranks.
         """
         try:
             while True:
-                instruction = gather_objects(self._next(is_done, has_deliveries), name="trajectories")[COLLECTOR_RANK]
+                instruction = gather_objects(self._next(is_done, delivery), name="trajectories")[COLLECTOR_RANK]
                 if instruction == "done":
-                    return
+                    break
                 if instruction == "sync weights":
                     self.weights.sync_weights()
                 if instruction == "deliver":
-                    deliver()
+                    delivery.send()
+            if world_size() > 1:
+                delivery.send()
         finally:
             if self._verification is not None:
                 self._verification.cancel()
                 self._verification = None
 
-    def _next(self, is_done: Callable[[], bool], has_deliveries: Callable[[], bool]) -> Instruction:
+    def _next(self, is_done: Callable[[], bool], delivery: TrajectoryDelivery) -> Instruction:
         if self._runner is None:
             return "done"  # rank 0 decides
         started_at = time.monotonic()
@@ -401,7 +378,7 @@ class Collector:
                     return "sync weights"
                 self._runner.report_oldest()
                 seconds = time.monotonic() - started_at
-                if seconds > intervals.DELIVERY_INTERVAL and has_deliveries():
+                if seconds > intervals.DELIVERY_INTERVAL and delivery.is_waiting():
                     return "deliver"
                 if seconds > min(intervals.RANK_SYNC_INTERVAL, barrier_timeout() / 3):
                     return "wait"

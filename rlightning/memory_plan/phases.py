@@ -10,7 +10,7 @@ from rlightning.memory_plan.work import Work
 from rlightning.models.counts import read_setting
 from rlightning.parallel.device import GIB
 from rlightning.python_values import field_values
-from rlightning.rollout.vllm.memory import EngineMemory
+from rlightning.rollout.engine_memory import EngineMemory
 
 # Measured on an H200 (docs/measurements.md, "Memory of a GPU that actor and engine share").
 CONTEXT_BYTES = int(0.6 * GIB)

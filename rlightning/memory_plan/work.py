@@ -16,7 +16,7 @@ from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.sharding import Automatic, CPUOffload
 from rlightning.python_values import field_values
 from rlightning.rollout import Sampling
-from rlightning.rollout.vllm.memory import EngineMemory
+from rlightning.rollout.engine_memory import EngineMemory
 from rlightning.types.batch_plan import BatchPlan
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]

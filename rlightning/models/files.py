@@ -35,7 +35,7 @@ _ROWS = 4096
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype with a name such as "bfloat16"."""
-    dtype = getattr(torch, name)
+    dtype = getattr(torch, name)  # a configuration names it
     assert isinstance(dtype, torch.dtype)
     return dtype
 

@@ -134,7 +134,7 @@ class EvaluationSteps(UpdateModule):
     def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Trajectory]]]:
         """Return each prompt with ``samples_per_prompt`` trajectories, with the settings of the section ``rollout``."""
         on_completed = partial(fire, self.trainer, self, "on_predict_prompt_end")
-        groups = self._engine.generate(prompts, self.plan.samples_per_prompt, self.sampling, on_completed)
+        groups = self._rollout_callback.generate(prompts, self.plan.samples_per_prompt, self.sampling, on_completed)
         return list(zip(prompts, groups, strict=True))
 
     def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
@@ -158,7 +158,7 @@ class EvaluationSteps(UpdateModule):
         return trajectory.status in ("finished", "truncated", *(("timeout",) if self.count_timeouts else ()))
 
     @property
-    def _engine(self) -> Generator:
+    def _rollout_callback(self) -> Generator:
         """Return the rollout callback, which samples the completions.
 
         Raises:
@@ -175,7 +175,7 @@ class EvaluationSteps(UpdateModule):
         num_samples = chosen.samples_per_prompt
         with self.rewarder.counting(failures):
             sampling = validation_sampling(self.sampling, chosen)
-            groups = self._engine.generate(prompts, num_samples, sampling, self.begin_rewards)
+            groups = self._rollout_callback.generate(prompts, num_samples, sampling, self.begin_rewards)
             batch = self.select_sampled(self.batch_type.pack(groups))
             self.validation_samples[dataloader_idx] += batch.num_trajectories
             batch.rewards = self.compute_rewards(batch)

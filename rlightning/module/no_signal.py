@@ -24,14 +24,14 @@ class StepsWithoutSignal:
             )
         self.limit, self.number = limit, 0
 
-    def count(self, step: int, num_sampled: int, num_kept: int, *, is_told: bool) -> None:
+    def count(self, step: int, num_sampled: int, num_kept: int, *, is_logging: bool) -> None:
         """Count a step; raise a ConfigError, which ends the run, after too many consecutive steps without a signal.
 
         Args:
             step: counted from 1.
             num_sampled: number of the step's completions, with refills, over all ranks.
             num_kept: number of completions with a learning signal.
-            is_told: whether this rank logs that the update is skipped.
+            is_logging: whether this rank logs that the update is skipped.
         """
         self.number = 0 if num_kept else self.number + 1
         line = (
@@ -43,6 +43,6 @@ class StepsWithoutSignal:
                 f"{line}; model.max_steps_without_signal={self.limit} such steps in a row end the run. The prompts may "
                 "be too easy or too hard for the model: take others, more model.samples_per_prompt, or raise the limit."
             )
-        if self.number and is_told:
+        if self.number and is_logging:
             rule = f"; {self.number} such steps in a row, and model.max_steps_without_signal={self.limit} end the run."
             log.warning("%s. Its update is skipped%s", line, rule)

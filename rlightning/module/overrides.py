@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from rlightning.python_values import module_name
+
 UPDATE_METHODS = ("update", "accumulate_gradients", "loss", "compute_logprobs")
 """Methods between a rollout and its gradient that :func:`~rlightning.objectives.zero_gradient.has_zero_gradient` does
 not differentiate: an override may add a gradient on sequences without advantage, or give them an advantage.
@@ -10,7 +12,8 @@ not differentiate: an override may add a gradient on sequences without advantage
 
 def is_own(module: object, method: str) -> bool:
     """Return whether a module's method is rlightning's own, not an override by a user's class, or set on the object."""
-    return str(getattr(getattr(module, method), "__module__", "")).partition(".")[0] == "rlightning"
+    found = getattr(module, method)  # by name: the callers ask about several methods
+    return module_name(found).partition(".")[0] == "rlightning"
 
 
 def find_override(module: object, methods: Iterable[str]) -> str | None:

@@ -42,6 +42,7 @@ from rlightning.module import adapter_checkpoints
 from rlightning.module.batching import MIN_SAVED_SHARE, Packing
 from rlightning.module.former_methods import warn_of_former_methods
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
+from rlightning.module.overrides import is_own
 from rlightning.module.ranks import Ranks
 from rlightning.module.roles import ACTOR, ModelRole, check_roles, make_optimizers
 from rlightning.module.saved_module import SavedModule
@@ -246,7 +247,7 @@ class PolicyModule(Ranks, SavedModule):
     @property
     def has_usual_optimizers(self) -> bool:
         """Whether ``configure_optimizers`` is not overridden, so that its result needs no check."""
-        return type(self).configure_optimizers.__module__.partition(".")[0] == "rlightning"
+        return is_own(self, "configure_optimizers")
 
     def on_fit_start(self) -> None:
         """Raise a ConfigError for optimizers and schedules that this module cannot step."""

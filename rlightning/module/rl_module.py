@@ -183,7 +183,7 @@ class RLModule(EvaluationSteps):
         """Log a summary of the run; raise a ConfigError if there is no engine for training."""
         start_recorder(run_folder(self.trainer.default_root_dir), f"rank {self.trainer.global_rank}")
         if self.generates and stage != "predict":
-            self.choose_correction(self._engine.max_staleness)
+            self.choose_correction(self._rollout_callback.max_staleness)
         if self.trainer.is_global_zero:
             log.info(describe_start(self.trainer, self))
 
@@ -281,8 +281,8 @@ class RLModule(EvaluationSteps):
             compared = self.compared_rewards(batch)
             metrics = rollout_metrics(batch, self.world_sum, self.all_max, compared=compared)
             self.log_dict(metrics | {"trajectory/not_sampled": float(num_lost)})
-        step, is_told = self.trainer.global_step + 1, self.trainer.is_global_zero
-        self.without_signal.count(step, num_sampled, num_kept, is_told=is_told)
+        step, is_logging = self.trainer.global_step + 1, self.trainer.is_global_zero
+        self.without_signal.count(step, num_sampled, num_kept, is_logging=is_logging)
         return self.batch_type.concatenate(kept) if num_kept else None
 
     def balance(self, batch: RolloutBatch) -> RolloutBatch:
@@ -309,7 +309,7 @@ class RLModule(EvaluationSteps):
             A batch without rewards, on the CPU, of the trajectories that count as sampled.
         """
         fire(self.trainer, self, "on_rollout_start", prompts)
-        groups = self._engine.collect_trajectories(
+        groups = self._rollout_callback.collect_trajectories(
             prompts, self.samples_per_prompt, self.sampling, self.begin_rewards, self.take_prompts
         )
         batch = self.batch_type.pack(groups)
@@ -388,6 +388,8 @@ class RLModule(EvaluationSteps):
             return given
         scores = self.rewarder.score(batch.trajectories)
         batch.scores = scores.components
+        for one, own in zip(batch.trajectories, scores.by_sample(), strict=True):
+            one.scores = own
         return scores.rewards + given
 
     def keep_sequences(self, batch: RolloutBatch) -> Tensor:

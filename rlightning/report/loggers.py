@@ -214,7 +214,7 @@ class LateLoggers(Callback):
         trainer.loggers = self.loggers
         if any(isinstance(one, ModelCheckpoint) and one.dirpath is None for one in callbacks_of(trainer)):
             for logger in self.loggers:
-                getattr(logger, "experiment", None)  # starts its run; not every logger has the property
+                hasattr(logger, "experiment")  # reads the property, which starts its run; not every logger has it
 
     def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
         """Restore the Trainer's loggers, in case the error occurred before :meth:`setup`."""

@@ -13,6 +13,7 @@ import torch
 from rlightning.atomic_save import written_aside
 from rlightning.types import Branch, Prompt, RolloutBatch, Sample, Trajectory, Turn
 from rlightning.types.batch import TOKEN_FIELDS
+from rlightning.types.supports import Supports
 from rlightning.types.trajectory import read_traces
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def _row(one: Trajectory) -> dict[str, object]:
                 "message": json.dumps(turn.message, default=str),
                 "text": turn.sample and turn.sample.text,
                 "finish_reason": turn.sample and turn.sample.finish_reason,
+                "supports": turn.sample and turn.sample.supports and turn.sample.supports.attributes(),
             }
             for turn in one.turns
         ],
@@ -137,6 +139,7 @@ def schema(functions: Sequence[str]) -> "pyarrow.Schema":
     branch = {"reason": pa.string(), "token_ids": tokens, "is_sampled": pa.list_(pa.int8())}
     branch |= {"logprobs": pa.list_(pa.float32()), "weight_versions": tokens, "turns": tokens}
     turn = {"message": pa.string(), "text": pa.string(), "finish_reason": pa.string()}
+    turn["supports"] = pa.struct({"token_ids": tokens, "sizes": tokens})
     return pa.schema(
         {
             "step": pa.int64(),
@@ -286,6 +289,7 @@ def _sample(branches: Sequence[Branch], turn: int, saved: TableRow) -> Sample:
         weight_versions=[branch.weight_versions[place] for branch, place in places],
         text=saved["text"],
         finish_reason=saved["finish_reason"],
+        supports=None if saved.get("supports") is None else Supports(**saved["supports"]),
     )
 
 

@@ -1,6 +1,7 @@
 """Converts the outcomes of reward calls to scores, and limits how many samples may fail."""
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +32,15 @@ class RewardScores(NamedTuple):
     rewards: "Tensor"
     components: "dict[str, Tensor]"
     failed: int
+
+    def by_sample(self) -> "list[dict[str, float | None]]":
+        """Return each sample's scores by function name, [N]; None where the function gave none."""
+        columns = {name: scores.tolist() for name, scores in self.components.items()}
+        rows = zip(*columns.values(), strict=True)
+        return [
+            {name: None if math.isnan(score) else score for name, score in zip(columns, row, strict=True)}
+            for row in rows
+        ]
 
 
 class FailureCount:

@@ -25,7 +25,7 @@ from rlightning.models.architecture import describe_traits
 from rlightning.parallel.collectives import any_rank
 from rlightning.parallel.sharding import local_tensor
 from rlightning.protocols import HasAdapter, HasConfig, SampledPolicy, adapter_of, has
-from rlightning.rollout.comparison import Findings, Floats, compare, find_way_back
+from rlightning.rollout.comparison import Findings, Floats, compare, estimate_missing_update
 from rlightning.types import RolloutBatch
 
 Score = Callable[[RolloutBatch, torch.dtype], Tensor]
@@ -164,17 +164,17 @@ class Canary:
         """
         if self._base is None:
             return None
-        way, alone = find_way_back(actor, self._base, engine), compare(self._base, engine)
+        missing, alone = estimate_missing_update(actor, self._base, engine), compare(self._base, engine)
         if is_far and alone.distance <= self.tolerance * alone.noise:
             return "the engine is where the actor is without its adapter: it does not apply the adapter"
-        is_other = is_far and distance > BEYOND * way.length
-        if is_other or abs(way.errors) <= MAX_ERRORS or abs(way.share) <= MAX_SHARE:
+        is_other = is_far and distance > BEYOND * missing.length
+        if is_other or abs(missing.errors) <= MAX_ERRORS or abs(missing.share) <= MAX_SHARE:
             return None
-        direction = "back to" if way.share > 0 else "further away from"
+        direction = "back to" if missing.share > 0 else "further away from"
         return (
-            f"the engine is {abs(way.share):.0%} of the way {direction} the model without its adapter, by "
-            f"{abs(way.errors):.1f} standard errors, where {MAX_ERRORS:g} may be chance: it applies the adapter with "
-            "another scale, in part, or more than once"
+            f"the engine is {abs(missing.share):.0%} of the way {direction} the model without its adapter, by "
+            f"{abs(missing.errors):.1f} standard errors, where {MAX_ERRORS:g} may be chance: it applies the adapter "
+            "with another scale, in part, or more than once"
         )
 
     def _find_fault(self, actor: Floats, engine: Floats) -> str | None:
@@ -182,14 +182,16 @@ class Canary:
         found = compare(actor, engine)
         is_far = not found.distance <= self.tolerance * found.noise  # `not <=`: a NaN counts as far
         formers = {former.version: former.logprobs for former in (self._former, self._verified) if former is not None}
-        ways = {version: find_way_back(actor, logprobs, engine) for version, logprobs in formers.items()}
-        self.findings = Findings(found, ways)
-        near = [pair for pair in ways.items() if not (is_far and found.distance > BEYOND * pair[1].length)]
-        version, way = max(near, key=lambda pair: pair[1].errors, default=(0, None))
-        if way is not None and way.share > MAX_SHARE and way.errors > MAX_ERRORS:
+        missing_updates = {
+            version: estimate_missing_update(actor, logprobs, engine) for version, logprobs in formers.items()
+        }
+        self.findings = Findings(found, missing_updates)
+        near = [pair for pair in missing_updates.items() if not (is_far and found.distance > BEYOND * pair[1].length)]
+        version, missing = max(near, key=lambda pair: pair[1].errors, default=(0, None))
+        if missing is not None and missing.share > MAX_SHARE and missing.errors > MAX_ERRORS:
             return (
-                f"the engine is {way.share:.0%} of the way back to the weights of version {version}, by "
-                f"{way.errors:.1f} standard errors, where {MAX_ERRORS:g} may be chance: it holds former weights, "
+                f"the engine is {missing.share:.0%} of the way back to the weights of version {version}, by "
+                f"{missing.errors:.1f} standard errors, where {MAX_ERRORS:g} may be chance: it holds former weights, "
                 "all or some of them"
             )
         if fault := self._find_adapter_fault(actor, engine, distance=found.distance, is_far=is_far):

@@ -35,7 +35,7 @@ class Comparison(NamedTuple):
     noise: float
 
 
-class WayBack(NamedTuple):
+class MissingUpdate(NamedTuple):
     """An estimate of which share of the update from the former to the current weights an engine lacks.
 
     Attributes:
@@ -55,11 +55,11 @@ class Findings(NamedTuple):
 
     Attributes:
         comparison: comparison of the engine with the actor.
-        ways: estimates of a missing update, by the version of the former weights.
+        missing_updates: estimates of a missing update, by the version of the former weights.
     """
 
     comparison: Comparison
-    ways: dict[int, WayBack]
+    missing_updates: dict[int, MissingUpdate]
 
 
 def compare(actor: Floats, engine: Floats) -> Comparison:
@@ -84,7 +84,7 @@ def root_mean_square(differences: Floats) -> float:
     return float(np.sqrt(squares[: len(squares) - int(TRIMMED * len(squares))].mean()))
 
 
-def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
+def estimate_missing_update(actor: Floats, former: Floats, engine: Floats) -> MissingUpdate:
     """Return an estimate, from log-probabilities, of which share of an update from former weights an engine lacks.
 
     A token's score is the product of two numbers: the step from its current to its former log-probability, and the
@@ -108,7 +108,7 @@ def find_way_back(actor: Floats, former: Floats, engine: Floats) -> WayBack:
     blocks = scores[: len(scores) // BLOCK_LENGTH * BLOCK_LENGTH].reshape(-1, BLOCK_LENGTH).mean(1)
     deviation = math.hypot(blocks.std(ddof=1), LEAST_DEVIATION)
     errors = float(blocks.mean() / deviation * math.sqrt(len(blocks)))
-    return WayBack(root_mean_square(actor - former), share, errors)
+    return MissingUpdate(root_mean_square(actor - former), share, errors)
 
 
 def _score(values: Floats, now: Floats, before: Floats) -> Floats:

@@ -23,12 +23,13 @@ from rlightning.parallel.collectives import global_rank, world_size
 from rlightning.protocols import AdapterSettings, HasAdapter, HasConfig, HasPlan, SampledPolicy, adapter_of, has
 from rlightning.rollout.canary import LEAST_CANARY_LENGTH
 from rlightning.rollout.engine_config import EngineArguments, EngineConfig
+from rlightning.rollout.engine_memory import EngineMemory, read_engine
 from rlightning.rollout.model_files import read_copies
 from rlightning.rollout.placement import check_group_size, free_devices
 from rlightning.rollout.sampler import MAX_SUPPORT, Sampling
 from rlightning.rollout.vllm.adapter_support import engine_arguments, find_obstacle, place_bytes, sent_bytes
 from rlightning.rollout.vllm.arguments import COUNTS, check_given
-from rlightning.rollout.vllm.memory import EngineMemory, check_kv_cache, kv_cache_setting, read_engine
+from rlightning.rollout.vllm.memory import check_kv_cache, kv_cache_setting
 from rlightning.rollout.vllm.settings import (
     RolloutWork,
     check_engine_model,

@@ -218,7 +218,8 @@ class Trajectory:
         turns: messages after the prompt, in order.
         status: ``finished``; ``truncated`` by a limit on tokens or turns, but trained on; or one that counts as not
             sampled: ``timeout``, ``aborted`` (staleness, shutdown), ``failed`` (infrastructure).
-        scores: unweighted result of each reward function; None if a function does not apply.
+        scores: unweighted result of each reward function; None if a function does not apply or failed. Empty before the
+            trajectory is rewarded.
         reward: reward from the environment; None if it gives none.
         turn_rewards: rewards from the environment, one for each turn of the policy; None if it gives none.
         metrics: numbers from the environment.

@@ -1,4 +1,4 @@
-"""What each algorithm makes of the same batch, by hand; and its paper's defaults."""
+"""Advantages and losses of each algorithm on the same batch, worked out by hand; and the defaults of its paper."""
 
 import math
 import statistics
@@ -56,7 +56,7 @@ def assert_close(actual: list[list[float]], expected: list[list[float]]) -> None
 
 
 def whitened(values: list[float]) -> list[float]:
-    """By the mean and the deviation over the batch's tokens."""
+    """Return values [T] minus the batch's mean, divided by the standard deviation over the batch's tokens."""
     tokens = [value for sequence in repeat(values) for value in sequence]
     mean, std = statistics.fmean(tokens), statistics.pstdev(tokens)
     return [(value - mean) / std for value in values]

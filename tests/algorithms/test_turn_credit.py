@@ -41,7 +41,7 @@ def test_reinforce_plus_plus_whitens_returns_of_turns(model_folder: str) -> None
 
 
 def test_dapo_keeps_its_penalty_with_turns(model_folder: str) -> None:
-    """What a completion is punished with for its length is of its last turn."""
+    """The penalty for a completion's length belongs to the trajectory's last turn."""
     trajectories = [make_trajectory(0, [2, 6], [1.0, 0.0]), make_trajectory(0, [1, 1], [1.0, 0.0])]
     for one in trajectories:
         one.reward = 1.0

@@ -129,7 +129,7 @@ class Interrupts(RLCallback):
 
 
 def versions(batch: RolloutBatch) -> list[int]:
-    """Of the weights that sampled its tokens."""
+    """Return the versions of the weights that sampled its tokens."""
     return sorted(set(batch.weight_versions[batch.is_sampled].tolist()))
 
 
@@ -164,14 +164,14 @@ def in_flight(rollout: VLLMRollout) -> list[int]:
 
 
 def check_each_once(trainer: Any, consumed: list[int], rollout: VLLMRollout, *, num_in_flight: int) -> None:
-    """What was taken from the training set has been consumed or is in flight, each prompt once."""
+    """Assert that each prompt taken from the training set was consumed or is in flight, once."""
     under_way = in_flight(rollout)
     assert len(under_way) == num_in_flight
     assert sorted(consumed + under_way) == sorted(drawn(trainer, trainer.datamodule.stream.position))
 
 
 def note_sessions(patch: pytest.MonkeyPatch) -> list[int]:
-    """Of engines that are started from here on."""
+    """Record the sessions of engines that are started from here on."""
     sessions: list[int] = []
     start = Engine.start
 

@@ -94,7 +94,7 @@ class Loop:
             self.global_step += 1
 
     def arguments(self, hook: str, batch: Any, number: int) -> tuple[Any, ...]:
-        """What a hook gets besides the loop and the policy."""
+        """Return the arguments of a hook after the loop and the policy."""
         if hook == "on_rollout_start":
             return ([make_prompt(100 * self.global_step + number)],)
         if hook.startswith("on_weight_sync"):

@@ -180,7 +180,7 @@ class Terminal(io.StringIO):
 
 
 def shown_on_terminal(run: Callable[[], None]) -> str:
-    """What a run shows on a terminal, without control sequences."""
+    """Return the text that a run writes to a terminal, without control sequences."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", terminal := Terminal())
         for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}.items():

@@ -34,7 +34,7 @@ from rlightning.hooks import RLCallback
 from rlightning.models import Adapter
 from rlightning.models.adapter import linear_layers
 from rlightning.parallel.fsdp import FSDP
-from rlightning.rollout.vllm.adapter_support import find_model_class, find_obstacle, room_for, supports_adapters
+from rlightning.rollout.vllm.adapter_support import find_model_class, find_obstacle, supported_rank, supports_adapters
 
 ADAPTER = Adapter(rank=4)
 
@@ -101,7 +101,7 @@ class HoldEngine(RLCallback):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_tokens_in_flight_are_of_the_adapter_that_they_name(engine_model: str, tmp_path: Path) -> None:
+def test_tokens_in_flight_have_their_adapters_version(engine_model: str, tmp_path: Path) -> None:
     """Several adapters sample one completion, each none of whose tokens is older than allowed."""
     torch.manual_seed(0)
     witness, origins = Witness(), Origins()
@@ -171,7 +171,7 @@ def test_adapter_support_is_read_in_vllms_source() -> None:
         assert place is not None and supports_adapters(*place)
     assert not supports_adapters("vllm.model_executor.models.interfaces", "SupportsPP")
     assert find_model_class("DeepseekV4ForCausalLM") == ("vllm.models.deepseek_v4", "DeepseekV4ForCausalLM")
-    assert [room_for(rank) for rank in (1, 3, 8, 33, 512)] == [1, 8, 8, 64, 512]
+    assert [supported_rank(rank) for rank in (1, 3, 8, 33, 512)] == [1, 8, 8, 64, 512]
 
 
 @pytest.mark.parametrize(

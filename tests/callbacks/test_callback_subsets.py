@@ -46,7 +46,7 @@ def as_yaml(subset: tuple[str, ...], **changes: dict[str, Any]) -> str:
 
 
 def read(text: str) -> list[Callback]:
-    """What the command line's parser makes of it."""
+    """Return the value that the command line's parser reads."""
     parser = LightningArgumentParser()
     parser.add_argument("--callbacks", type=list[Callback])
     callbacks: list[Callback] = parser.instantiate_classes(parser.parse_string(text)).callbacks

@@ -27,12 +27,20 @@ from observed_run import (
 )
 from programs import read_csv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import make_grpo
 
 from rlightning.callbacks import CompletionsTable
 from rlightning.callbacks.completions_table import shorten
 from rlightning.errors import ConfigError
 from rlightning.hooks import fire
-from rlightning.report.trajectories import Completion, spread_by_reward, trajectory_table
+from rlightning.report.trajectories import (
+    Completion,
+    read_trajectories,
+    spread_by_reward,
+    trajectory_table,
+    write_trajectories,
+)
+from rlightning.rewards import RewardFunction
 from rlightning.types import Prompt, RolloutBatch, Sample, single_turns
 
 
@@ -69,6 +77,33 @@ def test_parquet_has_every_completion_in_full(tmp_path: Path) -> None:
     assert table["advantage"] == [1.0, -1.0, 0.0, 0.0]
     assert table["length"] == [1, 2, 1, 2]
     assert table["finish_reason"] == ["stop", "length", "stop", "stop"]
+
+
+async def is_nine(completion: str) -> float:
+    return float(completion == "9")
+
+
+async def num_digits(completion: str) -> float | None:
+    return None if completion == "4" else len(completion) / 2
+
+
+@pytest.mark.parametrize("begins_early", [False, True])
+def test_parquet_has_scores_of_each_trajectory(begins_early: bool, model_folder: str, tmp_path: Path) -> None:
+    module = make_grpo(model_folder, rewards=[RewardFunction(is_nine), RewardFunction(num_digits, weight=0.0)])
+    batch = make_batch()
+    if begins_early:
+        module.begin_rewards(batch.prompts[2], batch.trajectories[2:])
+    batch.rewards = module.compute_rewards(batch)
+    module.close()
+    write_trajectories(trajectory_table(batch, 1), tmp_path / "step.parquet")
+    records = read_trajectories(tmp_path / "step.parquet")
+    assert [record.reward for record in records] == [0.0, 0.0, 1.0, 0.0]
+    assert [record.trajectory.scores for record in records] == [
+        {"is_nine": 0.0, "num_digits": None},
+        {"is_nine": 0.0, "num_digits": 1.0},
+        {"is_nine": 1.0, "num_digits": 0.5},
+        {"is_nine": 0.0, "num_digits": 1.0},
+    ]
 
 
 @pytest.mark.processes

@@ -176,7 +176,7 @@ def test_barrier_waits_for_kernel_on_other_stream() -> None:
 
 
 def meet_while_rank_0s_kernel_runs(folder: Path) -> list[bool]:
-    """Of each rank, past each barrier, whether the kernel on rank 0's device was done."""
+    """Return whether the kernel on rank 0's device had ended when this rank left each barrier."""
     rank, module = dist.get_rank(), torch.nn.Linear(1, 1, device="cuda")
     stream, event = torch.cuda.Stream(), torch.cuda.Event(interprocess=True)
     event.record()

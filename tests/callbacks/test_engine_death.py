@@ -58,7 +58,7 @@ def stop_core(engine: Engine) -> None:
 
 
 class Requests:
-    """What an engine's process was asked for under a version of the weights, and what came back until it died."""
+    """The requests to an engine's process under one version of the weights, and the results until the process died."""
 
     def __init__(self, weight_version: int) -> None:
         self.weight_version, self.num_prompts = weight_version, 0
@@ -159,7 +159,7 @@ def test_a_run_survives_one_death_a_step(
 def test_one_of_two_colocated_engines_may_die(
     engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They share the prompts and load the same weights; what the other does is not lost."""
+    """Two colocated engines share the prompts: when one dies, the other's samples are kept."""
     faults = EngineFaults(monkeypatch, {2: kill_core})
     witness = Witness()
     trainer = make_trainer(tmp_path, 3, make_rollout(num_engines=2, **ONE_BY_ONE), witness)

@@ -56,7 +56,7 @@ def test_every_callback_is_in_the_matrix() -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_SAMPLER)
 def test_copy_keeps_the_state(name: str) -> None:
-    """As a controller does, which sends it to its workers."""
+    """A deep copy, such as a controller's copy for its workers, has the same state."""
     callback = MAKE[name]()
     assert copy.deepcopy(callback).state_dict() == callback.state_dict()
 
@@ -112,7 +112,7 @@ def tables(folder: Path) -> dict[str, list[int]]:
 
 
 def check(name: str, callback: Any, loop: Loop, folder: Path, clock: Clock, *, num_microbatches: int = 1) -> None:
-    """What a callback leaves after three undisturbed steps of :class:`Loop`, and six predictions."""
+    """Assert what a callback has recorded after three complete steps of :class:`Loop`, and six predictions."""
     groups = [0, 0, 1, 1] if num_microbatches == 1 else [0, 0, 1, 1, 2, 2, 3, 3]
     match name:
         case "CompletionsTable":
@@ -248,10 +248,10 @@ CUTS = [hook for hook in STEP if hook != "on_update_end"]
 @pytest.mark.parametrize("name", [name for name in OWN_LOOP if name != "JSONLPredictions"])
 @pytest.mark.long
 def test_steps_that_are_cut_short_and_begun_again(name: str, tmp_path: Path, clock: Clock) -> None:
-    """At each hook, without a word to the callbacks, and with one."""
+    """At each hook, with and without on_exception and setup being called before the step is repeated."""
     for cut_after in CUTS:
-        for is_told in (False, True):
-            folder = tmp_path / f"{cut_after}-{is_told}"
+        for is_announced in (False, True):
+            folder = tmp_path / f"{cut_after}-{is_announced}"
             callback = MAKE[name]()
             loop = Recorded(folder, clock, callback)
             clock.calls.clear()
@@ -261,7 +261,7 @@ def test_steps_that_are_cut_short_and_begun_again(name: str, tmp_path: Path, clo
                     with pytest.raises(KeyboardInterrupt):
                         loop.step(cut_after)
                     clock.now += 1000.0
-                    if is_told:
+                    if is_announced:
                         callback.on_exception(loop, loop.policy, KeyboardInterrupt())
                         callback.setup(loop, loop.policy, "fit")
                 loop.step()
@@ -341,7 +341,7 @@ def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", OWN_LOOP)
 def test_two_ranks_without_lightning(name: str, ranks_folder: Path) -> None:
-    """What each writes stands beside what the other does."""
+    """The files of two ranks do not overwrite each other."""
     folder = ranks_folder / name
     found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     match name:

@@ -78,7 +78,7 @@ def sessions_below(pid: int) -> set[int]:
 
 
 def leftovers(sessions: set[int], memory: set[str], scratch: Path) -> list[str]:
-    """What is still there after a while."""
+    """Return the processes and files that still exist after a grace period."""
 
     def find() -> list[str]:
         living = [line for session in sessions for line in in_session(session)]

@@ -35,7 +35,7 @@ class Adam(ObservedModule):
 
 
 def num_bytes(tensors: Any) -> int:
-    """What is there of them; of those that are away nothing is."""
+    """Return the bytes of the tensors' storages; 0 for offloaded ones."""
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
@@ -189,7 +189,7 @@ def test_restore_out_of_memory_keeps_original_exception(
 
 
 def test_a_restarted_engine_is_sent_the_weights_again() -> None:
-    """It died in the middle of the rollout, with the parameters on the host."""
+    """An engine that died during a rollout gets the weights again, although the parameters are on the host."""
     offload, module = OnCPU(optimizer=False, parameters=True), nn.Linear(10, 10, bias=False)
     loop = SimpleNamespace(callbacks=[offload], optimizers=[])
     sizes = []

@@ -126,7 +126,7 @@ class Prediction:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What a run that nothing disturbs writes."""
+    """Return the file that an uninterrupted run writes."""
     prediction = Prediction(tmp_path_factory.mktemp("whole"))
     assert prediction.run() == [3, 2, 1, 0, 7, 6, 5, 4, 9, 8]
     return prediction.lines()

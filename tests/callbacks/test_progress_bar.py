@@ -20,7 +20,7 @@ def _informed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rlightning")
 
 
-def steps_told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged_steps_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """How each line begins."""
     return [line.split(" | ")[0] for line in messages(caplog)]
 
@@ -34,7 +34,7 @@ def test_line_for_each_step_without_terminal(tmp_path: Path, caplog: pytest.LogC
 
 def test_steps_are_counted_over_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_trainer(tmp_path, RLProgressBar(), max_steps=-1, max_epochs=2).fit(ObservedModule(), loader(2))
-    assert steps_told(caplog) == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
+    assert logged_steps_of(caplog) == ["step 1/4", "step 2/4", "step 3/4", "step 4/4"]
 
 
 def test_supervised_steps_show_the_loss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -61,7 +61,7 @@ def test_a_line_for_each_validation_set() -> None:
 
 def test_fewer_lines_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_trainer(tmp_path, RLProgressBar(line_every_n_steps=2), max_steps=5).fit(ObservedModule(), loader(5))
-    assert steps_told(caplog) == ["step 2/5", "step 4/5", "step 5/5"]
+    assert logged_steps_of(caplog) == ["step 2/5", "step 4/5", "step 5/5"]
 
 
 def test_refresh_rate_zero_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,4 +80,4 @@ def test_resume_goes_on_counting(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     saved = save_run(tmp_path, RLProgressBar(), max_steps=2)
     caplog.clear()
     make_trainer(tmp_path, RLProgressBar(), max_steps=4).fit(ObservedModule(), loader(), ckpt_path=saved)
-    assert steps_told(caplog) == ["step 3/4", "step 4/4"]
+    assert logged_steps_of(caplog) == ["step 3/4", "step 4/4"]

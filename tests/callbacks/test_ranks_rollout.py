@@ -63,7 +63,7 @@ class Witness(RLCallback):
 def train(
     folder: Path, ranks_per_engine: int, victim: int | None, accelerator: str, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """Of a rank: three steps, in the second of which one rank's engine is killed."""
+    """Train three steps on this rank; in the second one, one rank's engine is killed."""
     engine = {"tensor_parallel_size": ranks_per_engine} if ranks_per_engine > 1 else {}
     rollout, witness = make_rollout(engine=engine, **arguments), Witness(victim)
     strategy = FSDP(tensor_parallel_size=ranks_per_engine)
@@ -101,7 +101,7 @@ def check_steps(first: dict[str, Any], second: dict[str, Any], oversample: float
 
 
 def check_runs_ahead(first: list[dict[str, Any]], second: list[dict[str, Any]], in_flight: list[int]) -> None:
-    """Of sixteen prompts each comes once in three steps and in flight, of the step's weights or those before."""
+    """Assert that each of sixteen prompts is trained once in three steps or in flight, at most one version stale."""
     seen: list[int] = []
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
         assert len(one["sampled"]) == len(other["sampled"]) == 6
@@ -144,12 +144,12 @@ def test_ranks_sharing_standalone_engines_recover_killed_engine(accelerator: str
 
 
 def begin(folder: Path) -> dict[str, Any]:
-    """Of a rank of a run that ends in its third update."""
+    """Train on this rank until an error ends the run in its third update."""
     return train_with_checkpoints(folder, Interrupts(2))
 
 
 def resume(folder: Path) -> dict[str, Any]:
-    """Of a rank that goes on from the second update."""
+    """Resume on this rank from the checkpoint of the second update."""
     return train_with_checkpoints(folder, ckpt_path=folder / "checkpoints" / "last.ckpt")
 
 

@@ -315,7 +315,7 @@ def test_an_exception_ends_it(tmp_path: Path) -> None:
 
 
 def test_resume_keeps_nothing(tmp_path: Path) -> None:
-    """Who stores is the process's place among others now, not that of the process that saved."""
+    """After a resume, whether a process stores tensors depends on its current rank, not on the rank that saved."""
     callback, watch = RemotizeOnHeadOnly(group_size=2), Stores()
     with as_rank(1, 2):
         saved = save_run(tmp_path, callback, watch, max_steps=1)

@@ -73,7 +73,7 @@ def test_module_without_save_hf_raises_before_run(tmp_path: Path) -> None:
         make_trainer(tmp_path, SaveHF()).fit(Other(), loader())
 
 
-def test_a_folder_of_an_earlier_save_is_left_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_of_earlier_save_is_kept_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "hf_adapter").mkdir()
     make_trainer(tmp_path, SaveHF()).fit(ObservedModule(), loader())
     assert (tmp_path / "hf_adapter").is_dir()

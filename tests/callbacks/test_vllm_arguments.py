@@ -1,4 +1,4 @@
-"""What VLLMRollout makes of its arguments, and what it refuses before an engine starts."""
+"""Arguments of VLLMRollout: how they are resolved, and which are refused before an engine starts."""
 
 import importlib.util
 import shutil

@@ -263,7 +263,7 @@ def test_reward_runs_before_last_completion_arrives(loop: PlainLoop, tmp_path: P
 
 
 def test_weights_changed_without_version_are_sent_and_verified(loop: PlainLoop) -> None:
-    """As a callback does that validates with averaged weights, and then takes them out again."""
+    """A callback may change the weights without a new version, as for a validation of averaged weights."""
     sample(loop)
     version, syncs = loop.policy.weight_version, loop.rollout.verification.num_syncs
     weight = next(iter(loop.policy.model.parameters()))

@@ -1,4 +1,4 @@
-"""What the command line settles before it builds anything."""
+"""Defaults that the command line sets before it creates any object."""
 
 from pathlib import Path
 from typing import Any

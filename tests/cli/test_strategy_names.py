@@ -14,7 +14,7 @@ FSDP, DDP = "rlightning.parallel.fsdp.FSDP", "rlightning.parallel.strategy.DDP"
 
 
 def resolved(capsys: pytest.CaptureFixture[str], *options: str) -> Any:
-    """What ``trainer.strategy`` is in the resolved configuration."""
+    """Return ``trainer.strategy`` of the resolved configuration."""
     return resolve_config(capsys, *options)["trainer"]["strategy"]
 
 

@@ -160,7 +160,7 @@ class Record(RLCallback):
 
 
 def measured(trainer: Any) -> dict[str, float]:
-    """What was logged, without times and memory."""
+    """Return the logged metrics without times and memory."""
     metrics = trainer.callback_metrics.items()
     return {name: float(v) for name, v in metrics if not name.startswith(OF_THROUGHPUT)}
 

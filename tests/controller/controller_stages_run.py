@@ -90,7 +90,7 @@ class Refilling(GRPO):
 
 
 def send_twice(send: Any) -> Any:
-    """As if nobody knew whether it had arrived."""
+    """Send a command twice, as after a lost acknowledgement."""
 
     def call(self: WorkerGroup, actor: Any, method: str, *arguments: Any, **options: Any) -> Any:
         first = send(self, actor, method, *arguments, **options)

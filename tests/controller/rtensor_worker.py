@@ -16,7 +16,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def worker_environment() -> dict[str, str]:
-    """What workers need to import the tests' own modules; they share the machine's few cores."""
+    """Return the variables with which workers can import the tests' own modules, and use one thread each."""
     folders = [TESTS, TESTS / "callbacks", TESTS / "controller", TESTS / "parallel"]
     return {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
 

@@ -1,4 +1,4 @@
-"""What becomes of a run under a controller when a worker raises or dies."""
+"""Runs under a controller whose worker raises an error or dies: how they end."""
 
 import os
 import re
@@ -135,7 +135,7 @@ def run(
 
 
 def run_all(folder: Path) -> dict[str, Any]:
-    """What became of each run."""
+    """Return the outcome of each run, by name."""
     whole = folder / "whole"
     intervals.WAIT_REPORT_DELAY = intervals.SILENT_AFTER = 2.0
     return {

@@ -322,7 +322,7 @@ def test_a_restart_goes_on_with_engines(many: Path) -> None:
 
 @pytest.mark.slow
 def test_standalone_engines_are_actors_of_their_own(many: Path) -> None:
-    """They sample what the colocated ones did, and end with the run; with a staleness they sample ahead."""
+    """Standalone engines sample the same as colocated ones, end with the run, and sample ahead with a staleness."""
     expected, got = seen(many, "colocated"), seen(many, "standalone")
     assert [got["sampled"][n] for n in (0, -1)] == [expected["sampled"][n] for n in (0, -1)]
     assert got["validations"] == expected["validations"]
@@ -337,8 +337,8 @@ def test_standalone_engines_are_actors_of_their_own(many: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_send_their_adapter_to_an_engine_that_is_an_actor(many: Path) -> None:
-    """By itself, not merged, and at each step, while the engine is ahead."""
+def test_workers_send_adapter_to_an_engine_actor(many: Path) -> None:
+    """Workers send the adapter alone, not merged, at each step, while the engine samples ahead."""
     found = seen(many, "adapter")
     did = [json.loads((many / "adapter" / f"callbacks{rank}.json").read_text()) for rank in range(2)]
     assert [one["sends_adapter"] for one in did] == [True, True]

@@ -50,7 +50,7 @@ def workers(both: list[Any]) -> Iterator[list[Any]]:
 
 
 def become(expected: Any, ask: Callable[[], Any]) -> Any:
-    """What ``ask`` answers, once it is ``expected`` or the time is over: news of letting go takes milliseconds."""
+    """Return the answer of ``ask`` once it is ``expected``, or the last one at the timeout."""
     with contextlib.suppress(AssertionError):
         wait_for(lambda: ask() == expected, 120)
     return ask()
@@ -113,7 +113,7 @@ def test_the_last_handle_anywhere_frees_the_memory(workers: list[Any]) -> None:
 
 
 def used_megabytes() -> float:
-    """What Ray's store holds, by Ray's own account."""
+    """Return the megabytes that Ray reports for its object store."""
     report: str = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)  # type: ignore[no-untyped-call]
     line = next(line for line in report.splitlines() if "Plasma memory usage" in line)
     return float(line.split("usage ")[1].split()[0])

@@ -7,7 +7,7 @@ from transformers import Qwen3Config
 
 from rlightning.memory_plan.devices import read_device_memory
 from rlightning.memory_plan.work import Parallelism, RoleMemory, RolloutMemory, Work
-from rlightning.rollout.vllm.memory import EngineMemory, read_engine
+from rlightning.rollout.engine_memory import EngineMemory, read_engine
 from rlightning.types.batch_plan import BatchPlan
 
 QWEN3: dict[str, Any] = {

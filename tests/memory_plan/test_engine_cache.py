@@ -14,8 +14,9 @@ from rlightning.callbacks import VLLMRollout
 from rlightning.errors import ConfigError
 from rlightning.models import load_config
 from rlightning.parallel.device import MemoryUse
+from rlightning.rollout.engine_memory import read_engine
 from rlightning.rollout.vllm import memory
-from rlightning.rollout.vllm.memory import kv_cache_setting, read_engine
+from rlightning.rollout.vllm.memory import kv_cache_setting
 
 GPU = torch.device("cuda")
 ARGUMENTS: dict[str, Any] = {

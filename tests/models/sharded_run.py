@@ -110,7 +110,7 @@ def clip(rank: int) -> dict[str, Any]:
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """What a rank holds of a tensor."""
+    """Return the bytes of this rank's shard of a tensor."""
     assert isinstance(tensor, DTensor)
     return local_tensor(tensor).nbytes
 

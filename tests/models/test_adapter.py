@@ -315,13 +315,13 @@ def test_targets_beside_a_folder_are_those_of_its_adapter(model: str, tmp_path: 
 
 
 @pytest.mark.parametrize("targets", [["lm_head"], ["q_proj", "lm_head"]])
-def test_a_folder_of_a_layer_outside_of_the_blocks_is_refused(model: str, tmp_path: Path, targets: list[str]) -> None:
+def test_adapter_of_layer_outside_blocks_is_refused(model: str, tmp_path: Path, targets: list[str]) -> None:
     save_peft(model, tmp_path, target_modules=targets)
     with refused(r"adapts 'lm_head', outside of the model's blocks.* without 'lm_head' in target_modules"):
         resolve(model, path=tmp_path)
 
 
-def test_a_folder_without_safetensors_is_refused_with_the_way_out(model: str, tmp_path: Path) -> None:
+def test_adapter_folder_without_safetensors_is_refused(model: str, tmp_path: Path) -> None:
     save_peft(model, tmp_path)
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
     with refused(r"has its weights in adapter_model\.bin.* save_pretrained\(folder, safe_serialization=True\)"):

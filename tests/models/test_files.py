@@ -1,4 +1,4 @@
-"""What a model's files tell, against its config.json."""
+"""Checks of a model's files against its config.json."""
 
 import json
 from pathlib import Path

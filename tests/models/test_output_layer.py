@@ -36,7 +36,7 @@ class RecordTensors(TorchDispatchMode):
 
 
 def gradient(tensor: Tensor) -> Tensor:
-    """What a backward pass has left."""
+    """Return the gradient that a backward pass has accumulated."""
     assert tensor.grad is not None
     return tensor.grad
 

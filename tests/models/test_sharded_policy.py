@@ -34,7 +34,7 @@ its tied embedding gives, and caps logits."""
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> dict[str, Any]:
-    """By case, what each of two ranks found."""
+    """Return the results of each of two ranks, by case."""
     folder = tmp_path_factory.mktemp("sharded")
     cases: dict[str, Any] = {}
     for kind, config in MODELS.items():

@@ -14,7 +14,7 @@ from rlightning.models.counts import (
     num_experts,
     num_key_value_heads,
 )
-from rlightning.rollout.vllm.memory import read_engine
+from rlightning.rollout.engine_memory import read_engine
 
 
 @pytest.mark.parametrize(

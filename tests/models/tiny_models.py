@@ -93,7 +93,7 @@ def make_sequences() -> list[Tensor]:
 
 
 def packed_inputs(sequences: list[Tensor]) -> dict[str, Any]:
-    """What a forward pass over packed sequences takes."""
+    """Return the arguments of a forward pass over packed sequences."""
     lengths = [len(sequence) for sequence in sequences]
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     return {

@@ -11,7 +11,7 @@ NAN = float("nan")
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """What one rank's sum over ranks is."""
+    """Return the sum over ranks for a run of one rank: the values themselves."""
     return tensor
 
 

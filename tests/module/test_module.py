@@ -1,4 +1,4 @@
-"""What a step computes: the same update however it is cut, its reference, and what is refused before it."""
+"""Training steps: the same update for any cut into micro-batches, the reference model, and refused arguments."""
 
 from pathlib import Path
 from typing import Any

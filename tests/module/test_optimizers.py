@@ -34,7 +34,7 @@ class Own(GRPO):
 
 
 def usual(module: Own) -> Any:
-    """What the module would return without an override."""
+    """Return the optimizers of the module without an override."""
     return GRPO.configure_optimizers(module)
 
 

@@ -283,7 +283,7 @@ def test_roles_that_cannot_be_are_refused_before_loading(
         run(tmp_path, make_algorithm(kind, model_folder, lr=LR))
 
 
-def test_components_of_one_name_end_a_run_before_its_rollout(model_folder: str, tmp_path: Path) -> None:
+def test_components_of_one_name_are_refused_before_rollout(model_folder: str, tmp_path: Path) -> None:
     class Twice(GRPO):
         def loss_components(self) -> list[LossComponent]:
             return [*super().loss_components(), LossComponent("entropy", lambda forward, batch: (forward.entropy, {}))]
@@ -336,7 +336,7 @@ def test_third_role_has_own_optimizer_norm_and_loss(model_folder: str, tmp_path:
 
 
 def train_rank(folder: Path, model: str, kind: str, checkpoint: Path) -> dict[str, Any]:
-    """Of a rank, whose head has numbers of its own at first: what a run comes to, then a whole and resumed ones."""
+    """Train on this rank, whose head starts with its own weights; return the results of a whole and of resumed runs."""
     rank = int(os.environ["RANK"])
     for _ in each_run({"trained": {}}):
         torch.manual_seed(rank)

@@ -26,7 +26,7 @@ def headed(model: str) -> GRPO:
 
 @pytest.fixture(scope="module")
 def checkpoints(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of a run of a step, without and with the parameter."""
+    """Return the checkpoints of a run of one step, without and with the parameter."""
     folder = tmp_path_factory.mktemp("checkpoints")
     paths: dict[str, Path] = {}
     for name, module in {"plain": make_grpo(model_folder), "headed": headed(model_folder)}.items():
@@ -81,8 +81,8 @@ def test_checkpoint_that_ties_other_weights_is_refused(is_tied: bool, message: s
 
 
 @pytest.mark.long
-def test_equal_weights_that_were_tied_are_refused_by_the_optimizer(tmp_path: Path) -> None:
-    """Of a tied checkpoint that was saved anew with a copy of each weight, the optimizer's state alone tells."""
+def test_formerly_tied_weights_are_refused_by_optimizer_state(tmp_path: Path) -> None:
+    """A tied model that was saved again with a copy of each weight is recognised by its optimizer state alone."""
     saved, untied = (save_model(tmp_path / name, tie_word_embeddings=name == "tied") for name in ("tied", "untied"))
     trainer = make_trainer(tmp_path, 1)
     trainer.fit(make_grpo(saved), make_data(tmp_path))

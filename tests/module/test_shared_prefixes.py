@@ -283,7 +283,7 @@ def refuse(hidden: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layer", [mix_neighbours, mix_gradients, refuse])
-def test_prefixes_are_not_shared_by_layers_that_mix_tokens_otherwise(
+def test_layers_that_mix_tokens_share_no_prefixes(
     layer: Callable[[torch.Tensor], torch.Tensor], model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = architecture._build_small
@@ -307,7 +307,7 @@ def test_prefixes_below_a_fifth_are_computed_each_time() -> None:
 
 
 def test_room_is_left_for_keys_that_are_copied(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whose kernel takes half precision alone: that of autocast, or of the weights."""
+    """Without a kernel for the dtype, as in float32 on a GPU, micro-batches leave room for copied keys."""
     monkeypatch.setattr(batching, "varlen_obstacle", lambda _, dtype, __: "copies" if dtype.itemsize > 2 else None)
     module = make_algorithm(GRPO, model_folder, share_prefixes=True)
     module.configure_model()

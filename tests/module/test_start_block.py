@@ -1,4 +1,4 @@
-"""What a run says when it starts, and what Lightning does not say then."""
+"""The summary that a run logs when it starts, and Lightning's messages that it replaces."""
 
 import re
 import warnings

@@ -1,4 +1,4 @@
-"""What becomes of trajectories by their status: which are rewarded and trained."""
+"""Which trajectories are rewarded and trained, by their status."""
 
 from collections.abc import Sequence
 from pathlib import Path

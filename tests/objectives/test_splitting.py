@@ -75,7 +75,7 @@ def test_random_cuts_give_the_same_loss_and_gradient(name: str, kind: Aggregatio
     own_lengths = sampled.repeat_interleave(lengths)
 
     def share(start: int, end: int) -> Tensor:
-        """Of sequences start to end, as a micro-batch of their own."""
+        """Return the loss of sequences ``start`` to ``end`` as a micro-batch of their own."""
         bounds = cu_seqlens[start : end + 1]
         cut = slice(int(bounds[0]), int(bounds[-1]))
         bounds = bounds - bounds[0]
@@ -104,17 +104,22 @@ class PlacedBatch(RolloutBatch):
 @given(RANDOM, st.sampled_from([*KINDS, "group_mean"]))
 @pytest.mark.long
 def test_any_cut_order_and_ranks_give_same_loss(draw: random.Random, kind: Aggregation) -> None:
-    batch = PlacedBatch.pack(random_groups(draw))
+    groups = [group for group in random_groups(draw) if group]
+    trajectories = [one for group in groups for one in group]
+    batch = PlacedBatch.pack(groups)
     batch.place = torch.arange(batch.num_tokens)
-    num_groups, num_turns = count_units(batch)[3:].tolist()
+    expected = [sum(one.num_sampled for one in trajectories), sum(len(one.branches) for one in trajectories)]
+    expected += [len(trajectories), len(groups), sum(len(one.samples) for one in trajectories)]
+    assert count_units(batch).tolist() == expected  # which sets the batch's group_lengths, too
     batch.advantages = batch.to_tokens(torch.tensor([draw.gauss(0, 1) for _ in batch.trajectories]).double())
     logprobs = torch.tensor([-draw.random() for _ in range(batch.num_tokens)]).double().requires_grad_()
 
     def count(parts: list[PlacedBatch]) -> LossTotals:
-        counts = [(float(part.is_sampled.sum()), part.num_sequences, part.num_trajectories) for part in parts]
-        tokens, sequences, trajectories = (sum(column) for column in zip(*counts, strict=True))
-        num_turns = sum(len(one.samples) for part in parts for one in part.trajectories)
-        return LossTotals(tokens, sequences, trajectories, num_groups, num_turns)
+        copies = [
+            part.select(range(part.num_trajectories)) for part in parts
+        ]  # their group_lengths are of the whole batch
+        counts = torch.stack([count_units(copy) for copy in copies]).sum(0).tolist()
+        return LossTotals(*counts)._replace(groups=len(groups))  # some are of several ranks
 
     def share(part: PlacedBatch, totals: LossTotals) -> Tensor:
         assert part.place is not None and part.advantages is not None
@@ -130,7 +135,7 @@ def test_any_cut_order_and_ranks_give_same_loss(draw: random.Random, kind: Aggre
     cuts = sorted(draw.randint(0, len(order)) for _ in range(2))
     ranks = [batch.select(order[start:end]) for start, end in pairwise([0, *cuts, len(order)])]
     totals = count(ranks)
-    assert totals == count([batch]) and totals.turns == num_turns
+    assert totals == count([batch]) == LossTotals(*expected)
     shares = []
     for rank in ranks:
         sequences = draw.sample(range(rank.num_sequences), rank.num_sequences)

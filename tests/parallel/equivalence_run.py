@@ -156,6 +156,6 @@ def train_each(folder: Path, model: str, runs: dict[str, dict[str, Any]]) -> Non
 
 
 def run_each(folder: Path, num_ranks: int, model: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """By name, what each run came to on so many ranks."""
+    """Return the results of each run on so many ranks, by name."""
     finish(start_calls(train_each, num_ranks, folder, model, runs))
     return {name: torch.load(folder / f"{name}.pt") for name in runs}

@@ -87,7 +87,7 @@ def run_script(script: Path, num_ranks: int, *args: str) -> list[dict[str, Any]]
 
 
 def _wait(process: "subprocess.Popen[str]", timeout: float, ranks: "list[subprocess.Popen[str]]") -> tuple[str, str]:
-    """What a process has written; an error that says what all ranks that have not ended are at, if it has not ended."""
+    """Return a process's output; at the timeout, raise an error with the stacks of all ranks that have not ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.communicate(timeout=timeout)
     stuck = [rank for rank in ranks if rank.poll() is None]
@@ -127,7 +127,7 @@ def _call(work: Callable[..., Any], folder: Path, args: Sequence[Any], variables
 
 
 def finish(calls: Sequence[Call], timeout: float = 500) -> list[Any]:
-    """What each has returned. All have to end well; the others are ended when one does not."""
+    """Return each call's result; if a process fails, raise an error with its output and end the others."""
     ranks = [call.process for call in calls if call.is_rank]
     try:
         for call in calls:

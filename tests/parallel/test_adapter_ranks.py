@@ -60,7 +60,7 @@ def test_two_ranks_take_the_steps_of_one_process(name: str, runs: dict[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRID)
-def test_two_copies_in_two_shards_take_the_steps_of_one_process(name: str, hybrid_runs: dict[str, Any]) -> None:
+def test_two_replicas_of_two_shards_equal_one_process(name: str, hybrid_runs: dict[str, Any]) -> None:
     check_steps(name, hybrid_runs)
     assert {hybrid_runs[run]["num_sequences"][0] for run in HYBRID} == {4}  # of 16: each rank has its own
 

@@ -192,7 +192,7 @@ class Failed(dist.Work):
 def test_barrier_failure_after_deadline_is_reported_as_timeout(
     seconds: float, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who stalls beyond the deadline finds the all-reduce at its own end of time, before a look at the clock."""
+    """On a rank that stalls beyond the deadline the all-reduce fails before the deadline is checked."""
     monkeypatch.setattr(intervals, "BARRIER_REPORT_GRACE", 0)
     shared = Connection(RankStore(HashStore(), "", rank=0, world_size=2), num_barriers=1)
     meeting = barriers._Barrier("save", seconds, shared)

@@ -27,7 +27,7 @@ def save(path: Path, step: int, **kept: Any) -> Path:
 
 
 def run_of(folder: Path, *, ckpt_path: str | None = None, command: str = "fit", callbacks: Any = None) -> None:
-    """What the command line checks before it builds anything."""
+    """Return the checks of the command line before it creates any object."""
     check_checkpoints(command, folder, find_places(folder, callbacks), ckpt_path)
 
 

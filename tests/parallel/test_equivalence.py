@@ -43,7 +43,7 @@ LR more or less. An omitted reduction, a wrong normaliser or a norm that is not 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By name, what each run came to."""
+    """Return the results of each run, by name."""
     folder = tmp_path_factory.mktemp("equivalence")
     model = save_model(folder / "model", num_key_value_heads=2)
     found = {

@@ -177,7 +177,7 @@ if os.environ["RANK"] == "1":
 
 
 @pytest.mark.processes
-def test_ranks_that_are_through_have_exit_code_of_the_failed(tmp_path: Path) -> None:
+def test_finished_ranks_exit_with_failed_ranks_code(tmp_path: Path) -> None:
     """Rank 0 waits for the others at its exit, and rank 1's exception is uncaught."""
     script = tmp_path / "at_exit.py"
     script.write_text(AT_EXIT)

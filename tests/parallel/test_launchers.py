@@ -146,7 +146,7 @@ def start(
 
 
 def slurm(procid: int, port: int) -> dict[str, str]:
-    """What srun would set for one of two tasks on one node."""
+    """Return the variables that srun sets for one of two tasks on one node."""
     return {
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "2",
@@ -162,7 +162,7 @@ def slurm(procid: int, port: int) -> dict[str, str]:
 
 
 def losses(project: Path, run: str) -> list[str]:
-    """What the run logged."""
+    """Return the losses that the run logged."""
     (path,) = (project / run).rglob("metrics.csv")
     with path.open() as file:
         return [row["policy/loss"] for row in csv.DictReader(file)]

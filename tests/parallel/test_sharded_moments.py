@@ -45,7 +45,7 @@ class WholeState(Callback):
 
 
 def assert_state_of(path: Path, seen: WholeState) -> None:
-    """What was read is what is in the checkpoint, bit by bit."""
+    """Assert that the state that was read equals the checkpoint's, bit by bit."""
     whole = read_whole(path) if path.is_dir() else torch.load(path)
     states = whole["optimizer_states"][0]["state"]
     assert len(states) == len(seen.state) > 0

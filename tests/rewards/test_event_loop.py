@@ -98,7 +98,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    """Of the test's own loop of rewards."""
+    """Return the clock of the test's own event loop of rewards."""
     clock = Clock()
     monkeypatch.setattr(event_loop, "_threads", [])
     thread = event_loop.free_thread()

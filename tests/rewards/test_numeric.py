@@ -34,7 +34,7 @@ MAX_UNREWARDED = 3
 
 @pytest.fixture(autouse=True)
 def time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is right must not count as wrong because the machine is slow."""
+    """Raise the time limit, so that a right answer does not count as wrong on a slow machine."""
     monkeypatch.setattr("rlightning.rewards.numeric.TIME_LIMIT", 60)
 
 

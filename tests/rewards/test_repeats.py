@@ -170,7 +170,7 @@ class RefillOnce(GRPO):
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was said about repeated calls since the last time."""
+    """Return the log lines about repeated calls since the last call."""
     lines = [record.getMessage() for record in caplog.records if "check_rewards" in record.getMessage()]
     caplog.clear()
     return lines

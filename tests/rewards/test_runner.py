@@ -327,7 +327,7 @@ def test_mistakes_in_the_options(option: str, value: Any, rule: str) -> None:
 
 
 def noted(folder: Path) -> list[str]:
-    """What was called so far, once for each call."""
+    """Return the names of the functions called so far, one for each call."""
     return sorted(path.stem for path in folder.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""What an engine's process holds, counted in it."""
+"""Counts of an engine process's objects and memory, taken in that process."""
 
 import gc
 import json

@@ -46,13 +46,13 @@ def save_model(folder: Path, **config: Any) -> str:
 
 
 def bare_config(log_file: Path, **kwargs: Any) -> EngineConfig:
-    """Of an engine on the CPU, without arguments of vLLM's."""
+    """Return the configuration of an engine on the CPU, without arguments of vLLM."""
     usual: dict[str, Any] = {"engine_args": {}, "device": torch.device("cpu"), "dtype": torch.float32}
     return EngineConfig(**usual | kwargs, log_file=log_file)
 
 
 def engine_config(model_folder: str, log_file: Path, bucket_bytes: int = 1 << 20) -> EngineConfig:
-    """Of a small engine on the CPU."""
+    """Return the configuration of a small engine on the CPU."""
     engine_args = {
         "model": model_folder,
         "load_format": "dummy",
@@ -82,7 +82,7 @@ def configure_engine(
     max_new_tokens: int = 40,
     **options: Any,
 ) -> EngineConfig:
-    """Of a run's engine, with these arguments of the user's."""
+    """Return the configuration of a run's engine with the user's arguments."""
     module = SimpleNamespace(model_path="unused", max_model_length=max_model_length, model_config=model_config)
     chosen = EngineOptions(arguments={"kv_cache_memory_bytes": 1 << 28} | given, **options)
     sampling = Sampling(max_new_tokens=max_new_tokens)
@@ -181,7 +181,7 @@ class Actor:
         self.model = load_policy(folder, torch.float32)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As RLModule.named_weights."""
+        """Yield the weights by name, as ``RLModule.named_weights`` does."""
         yield from named_weights(self.model)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What is said of a side that starves: which, how much, and the key to change; and not again and again."""
+"""The report of a bottleneck names the side that waits, how long, and the key to change, once."""
 
 import copy
 from dataclasses import replace
@@ -19,7 +19,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def window(monitored: BottleneckMonitor, clock: list[float], trainer_waited: float, engines_idle: float) -> list[str]:
-    """What is said in a window of steps that take 2 s each."""
+    """Return the report on a window of steps that take 2 s each."""
     said = []
     for _ in range(WINDOW_STEPS):
         clock[0] += 2.0

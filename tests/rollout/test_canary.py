@@ -25,7 +25,7 @@ from rlightning.rollout.canary import (
     evaluate,
     perturbed_embeddings,
 )
-from rlightning.rollout.comparison import LEAST_NOISE, compare, find_way_back, root_mean_square
+from rlightning.rollout.comparison import LEAST_NOISE, compare, estimate_missing_update, root_mean_square
 from rlightning.rollout.engine import Engine
 from rlightning.types import RolloutBatch
 
@@ -206,13 +206,15 @@ def test_findings_of_passed_and_failed_checks_are_kept(policy: Policy) -> None:
     policy.take(update(former, 1e-5, seed=10))
     policy.verify(policy.weights)
     passed = policy.canary.findings
-    assert passed is not None and list(passed.ways) == [version]
+    assert passed is not None and list(passed.missing_updates) == [version]
     assert passed.comparison.distance < MAX_DISTANCE * passed.comparison.noise
     with pytest.raises(EngineError) as caught:
         policy.verify(former)
     failed = policy.canary.findings
-    assert failed is not None and failed.ways[version].errors > max(MAX_ERRORS, passed.ways[version].errors)
-    assert f"the engine is {failed.ways[version].share:.0%} of the way back" in str(caught.value)
+    assert failed is not None and failed.missing_updates[version].errors > max(
+        MAX_ERRORS, passed.missing_updates[version].errors
+    )
+    assert f"the engine is {failed.missing_updates[version].share:.0%} of the way back" in str(caught.value)
 
 
 def test_shards_stale_by_one_update_are_caught(policy: Policy) -> None:
@@ -266,23 +268,23 @@ def test_one_token_in_a_hundred_does_not_count() -> None:
     assert root_mean_square(values) == np.sqrt((197 + 196) / 198)
 
 
-def test_way_back_is_share_and_standard_errors() -> None:
+def test_missing_update_has_share_and_standard_errors() -> None:
     # Three evaluations each, 1 apart, which is nothing beside a step of 10,000: in units of half of that a step is 2,
     # and a value is on side -1 with the current weights, and 1 with the former ones: a score of -2 or 2.
     spread = np.array([[-1.0], [0.0], [1.0]])
     actor, former = np.zeros(32) + spread, np.full(32, 1e4) + spread
-    stale = find_way_back(actor, former, np.full(32, 1e4))
+    stale = estimate_missing_update(actor, former, np.full(32, 1e4))
     assert stale.length == 1e4
     # From -2 to 2 in each block alike, so that the deviation is the least one, of two blocks.
     assert stale.share == pytest.approx(1) and stale.errors == pytest.approx(4 / 0.01 * np.sqrt(2), rel=1e-4)
-    current = find_way_back(actor, former, np.zeros(32))
+    current = estimate_missing_update(actor, former, np.zeros(32))
     assert abs(current.share) < 1e-4 and abs(current.errors) < 0.1
-    half = find_way_back(actor, former, np.repeat([0.0, 1e4], 16))
+    half = estimate_missing_update(actor, former, np.repeat([0.0, 1e4], 16))
     # Blocks of 0 and 4: a mean of 2, a deviation of sqrt(8), whose standard error of two is 2.
     assert half.share == pytest.approx(0.5) and half.errors == pytest.approx(1, rel=1e-3)
-    assert find_way_back(actor, former, np.full(32, 2500.0)).share == pytest.approx(0.25)
+    assert estimate_missing_update(actor, former, np.full(32, 2500.0)).share == pytest.approx(0.25)
     # Not back, but away: on side -3, which counts as -2, a score of -4.
-    assert find_way_back(actor, former, np.full(32, -1e4)).share == pytest.approx(-0.5)
+    assert estimate_missing_update(actor, former, np.full(32, -1e4)).share == pytest.approx(-0.5)
 
 
 class Noise(NamedTuple):
@@ -304,14 +306,16 @@ def test_a_thousand_syncs_give_no_alarm() -> None:
         actor, engine, former = noise.draw(4), noise.draw(), noise.draw(4)  # of an update that changes nothing
         found = compare(actor, engine)
         ratios.append(found.distance / found.noise)
-        errors.append(find_way_back(actor, former, engine).errors)
+        errors.append(estimate_missing_update(actor, former, engine).errors)
     assert min(ratios) > 1 / MAX_DISTANCE and max(ratios) < MAX_DISTANCE
     assert np.mean(ratios) == pytest.approx(1, abs=0.01)
     assert max(errors) < 5 < MAX_ERRORS
     # Rounding has a variance of 2 sizes squared, and the step one of 4.
     step = 2 * noise.sizes * generator.standard_normal(1016)
     for share in (0.5, 1.0):
-        back = [find_way_back(noise.draw(4), noise.draw(4) + step, noise.draw() + share * step) for _ in range(20)]
+        back = [
+            estimate_missing_update(noise.draw(4), noise.draw(4) + step, noise.draw() + share * step) for _ in range(20)
+        ]
         assert min(one.errors for one in back) > 6
         assert np.mean([one.share for one in back]) == pytest.approx(share, abs=0.05)
 

@@ -33,7 +33,7 @@ def sentence_piece() -> Any:
 
 
 def decode_by_token(tokenizer: Any, prompt: list[int], token_ids: list[int]) -> str:
-    """As vLLM does."""
+    """Return the text that vLLM decodes, token by token."""
     stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
     return "".join(stream.step(tokenizer.backend_tokenizer, token) or "" for token in token_ids)
 

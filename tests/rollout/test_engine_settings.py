@@ -1,4 +1,4 @@
-"""What follows from the work, by hand."""
+"""Engine settings that follow from the work, worked out by hand."""
 
 from itertools import pairwise
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `save_hf` writes is what others load."""
+"""Folders that ``save_hf`` writes are loaded by transformers and vLLM."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_transformers_loads_what_a_run_saved(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_vllm_loads_the_adapters_that_runs_saved(tmp_path: Path) -> None:
-    """By its own means, beside the model that the runs began with; the merged models compute the same."""
+    """vLLM loads saved adapters beside their base model; merged models give the same log-probabilities."""
     source = save_model(tmp_path / "model")
     adapters = [Adapter(rank=4, alpha=12), Adapter(rank=3, use_rslora=True, target_modules=["q_proj", "down_proj"])]
     token_ids = AutoTokenizer.from_pretrained(source)(TEXT).input_ids

@@ -1,4 +1,4 @@
-"""What an engine needs of its host: each lack is a line before a process is started."""
+"""Requirements of an engine on its host: an error of one line names a missing one before a process is started."""
 
 import os
 import shutil

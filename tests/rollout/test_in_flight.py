@@ -1,4 +1,4 @@
-"""What is in flight: the bound on the age of tokens holds whatever the order in which completions end."""
+"""Prompts in flight: the bound on staleness holds in any order in which completions end."""
 
 import json
 from dataclasses import replace

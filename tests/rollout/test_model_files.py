@@ -25,14 +25,14 @@ def write(path: Path, **values: Any) -> None:
 
 
 def facts_of(files: ModelFiles | None, **changes: Any) -> EngineFacts:
-    """Of an engine that has read ``files``."""
+    """Return the facts of an engine that has read ``files``."""
     assert files is not None
     facts: dict[str, Any] = {"dtype": "torch.float32", "tensor_parallel_size": 1, "device": "cpu", "max_model_len": 64}
     return make_facts(files=dict(files.facts), **facts | changes)
 
 
 def config_of(folder: Path, **kwargs: Any) -> EngineConfig:
-    """Of a run that reads the folder now."""
+    """Return the configuration of a run that reads the folder now."""
     arguments = {"model": str(folder), "max_model_len": 64}
     return bare_config(folder / "engine.log", engine_args=arguments, files=ModelFiles.read(str(folder)), **kwargs)
 

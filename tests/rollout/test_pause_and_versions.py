@@ -83,7 +83,7 @@ def spans(versions: NDArray[np.int32]) -> list[tuple[int, int]]:
 
 @dataclass
 class Trainer:
-    """What a trainer asks of an engine."""
+    """The requests of a trainer to an engine."""
 
     engine: Engine
     policy: Policy
@@ -233,7 +233,7 @@ def test_versions_change_where_each_sample_was() -> None:
 
 
 def test_full_device_error_names_the_ways_out() -> None:
-    """As vLLM 0.24 reports it; on a CPU nothing sleeps."""
+    """The error for a full device, as vLLM 0.24 reports it, names the keys to change; a CPU's error names no sleep."""
 
     class FullDevice:
         vllm_config = SimpleNamespace(lora_config=None)

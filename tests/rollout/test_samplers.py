@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def actor(folder: str) -> Actor:
-    """What samplers are sent second."""
+    """The actor whose weights are the second that samplers are sent."""
     actor = Actor(folder)
     actor.perturb(1)
     names = [name for name, _ in actor.named_weights()]
@@ -194,7 +194,7 @@ def test_greedy_takes_the_actors_likeliest_token(sampler: TokenSampler, actor: A
 
 
 def test_streams_do_not_depend_on_the_batch(sampler: TokenSampler) -> None:
-    """What is asked again after a restart comes out as it would have, whatever was done before."""
+    """A seeded request gives the same tokens after a restart, and whatever else is in the batch."""
     together = sample(sampler, num_samples=4)
     alone = [group for prompt in PROMPTS for group in sample(sampler, num_samples=4, prompts=[prompt])]
     assert tokens(together) == tokens(alone)

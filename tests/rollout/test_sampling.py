@@ -1,4 +1,4 @@
-"""What an engine is asked for: how it samples, from which random streams, and what is refused before."""
+"""Requests to an engine: sampling settings, random streams, and settings that are refused."""
 
 import math
 from typing import Any
@@ -82,7 +82,7 @@ def test_what_is_sampled_from_fits_a_support(truncation: dict[str, Any], top_k: 
 
 
 @pytest.mark.parametrize("top_k", [129, 500])
-def test_one_token_more_than_a_support_tells_of_larger_ones(top_k: int) -> None:
+def test_one_logprob_beyond_support_size_shows_larger_supports(top_k: int) -> None:
     arguments = vllm_sampling(Sampling(top_p=0.9, top_k=top_k), 1, ())
     assert (arguments["top_k"], arguments["logprobs"], arguments["max_support"]) == (top_k, 129, 128)
 

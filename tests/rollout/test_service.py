@@ -69,7 +69,7 @@ class Service:
         self.num_announced += 1
 
     def ask(self, method: str, *arguments: object) -> object:
-        """What a trainer is answered, which then disconnects."""
+        """Return the answer to a trainer that then disconnects."""
 
         async def connect() -> rpc.Peer:
             url = f"tcp://127.0.0.1:{self.port}"

@@ -71,7 +71,7 @@ def test_support_has_most_tokens_at_limit(sampling: dict[str, float]) -> None:
     assert support == [*range(MAX_SUPPORT)]
 
 
-def test_larger_top_k_is_as_asked_and_what_it_leaves_is_counted() -> None:
+def test_larger_top_k_is_kept_and_its_rest_counted() -> None:
     samplings = [Sampling(top_k=MAX_SUPPORT + 1), Sampling(top_k=MAX_SUPPORT + 1, top_p=0.5)]
     choice = choose_tokens(torch.zeros(2, 3 * MAX_SUPPORT), samplings, [0.9999] * 2)
     # half of the mass of 129 equal tokens is that of 65

@@ -262,9 +262,7 @@ def run_full_cache(folder: str, make: Any, *, is_ahead: bool, seed: int) -> Core
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_schedule_with_full_cache_is_vllms_and_most_are_deferred(
-    folder: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_schedule_with_full_cache_equals_vllms(folder: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_scheduler, "STEPS_TO_GATHER", 1)  # requests begin as they come
     num_preempted, shares = 0, list[float]()
     for seed in range(5):
@@ -444,7 +442,7 @@ def test_turns_beside_few_sequences_begin_at_once(folder: str, is_ahead: bool) -
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
-def test_turns_that_find_no_room_in_their_step_begin_in_the_next(folder: str, is_ahead: bool) -> None:
+def test_turns_without_room_begin_in_the_next_step(folder: str, is_ahead: bool) -> None:
     """Five of 180 tokens, of which a step beside 100 sequences reads 200."""
     begun = []
     for make in (make_scheduler, KINDS[is_ahead]):
@@ -463,7 +461,7 @@ def test_turns_that_find_no_room_in_their_step_begin_in_the_next(folder: str, is
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_all_end_where_turns_are_gathered_beside_a_full_cache(folder: str, is_ahead: bool) -> None:
+def test_gathered_turns_beside_full_cache_all_end(folder: str, is_ahead: bool) -> None:
     for seed in range(5):
         own = run_full_cache(folder, make_scheduler, is_ahead=is_ahead, seed=seed)
         vllms = run_full_cache(folder, KINDS[is_ahead], is_ahead=is_ahead, seed=seed)

@@ -38,7 +38,7 @@ def test_tokens_beyond_limit_do_not_count_as_mass() -> None:
     assert logprobs.tolist() == pytest.approx([log(1 / 3)], abs=1e-7)
 
 
-def test_larger_support_is_left_out_and_its_token_keeps_its_logprob() -> None:
+def test_larger_support_is_dropped_and_token_keeps_logprob() -> None:
     quarter, half = log(0.25), log(0.5)
     given = flat(
         [(3, half), (3, half), (5, quarter), (9, -inf)],

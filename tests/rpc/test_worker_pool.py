@@ -165,7 +165,7 @@ print(pid)
 
 
 @pytest.mark.parametrize("end", ["alive", "killed"])
-def test_program_that_closes_no_pool_ends_its_worker_in_silence(end: str, tmp_path: Path) -> None:
+def test_program_without_pool_close_ends_its_worker_silently(end: str, tmp_path: Path) -> None:
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     command = [sys.executable, "-c", UNCLOSED, str(tmp_path), end, *paths]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -120,6 +120,7 @@ class PlacedBatch(RolloutBatch):
 def random_supports(draw: random.Random, sample: Sample) -> list[list[int]]:
     """Give a sample supports, or none; return that of each of its tokens."""
     if draw.random() < 0.3:
+        sample.supports = None
         return [[] for _ in sample.token_ids]
     widest = draw.choice((1, 3, 20))
     rows = [[token, *draw.sample(range(100, 140), widest)][: draw.randrange(widest + 2)] for token in sample.token_ids]

@@ -20,7 +20,7 @@ TRANSFORMERS = f"{MODELS}.transformers"
 """Package of vLLM's classes that run a model's code of transformers."""
 
 
-def room_for(rank: int) -> int:
+def supported_rank(rank: int) -> int:
     """Return the smallest maximum rank that vLLM supports and that is at least ``rank``."""
     return next((size for size in RANKS if size >= rank), rank)
 
@@ -31,8 +31,10 @@ def sent_bytes(adapter: AdapterSettings, itemsize: int) -> int:
 
 
 def place_bytes(adapter: AdapterSettings, itemsize: int) -> int:
-    """Return the bytes of vLLM's buffers for an adapter, whose rank is rounded up as in :func:`room_for`."""
-    return itemsize * room_for(adapter.rank) * sum(outputs + inputs for outputs, inputs in adapter.modules.values())
+    """Return the bytes of vLLM's buffers for an adapter, whose rank is rounded up as in :func:`supported_rank`."""
+    return (
+        itemsize * supported_rank(adapter.rank) * sum(outputs + inputs for outputs, inputs in adapter.modules.values())
+    )
 
 
 def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
@@ -41,7 +43,7 @@ def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": room_for(adapter.rank),
+        "max_lora_rank": supported_rank(adapter.rank),
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapter.modules}),
     }
 
@@ -116,17 +118,18 @@ def supports_adapters(module: str, name: str) -> bool:
 def _is_split_in_three(module: type, attribute: str) -> bool:
     """Return whether a module's ``forward`` has a call such as ``self.c_attn(x).split((q, k, v))`` of a submodule."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(module, "forward", module))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(module.forward if hasattr(module, "forward") else module)))
     except (OSError, TypeError, SyntaxError):  # no file, or not a function's own lines
         return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    calls = [(node, node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return any(
-        getattr(call.func, "attr", "") == "split"
+        isinstance(function, ast.Attribute)
+        and function.attr == "split"
         and bool(call.args)
         and isinstance(call.args[0], ast.Tuple | ast.List)
         and len(call.args[0].elts) == 3
-        and any(isinstance(node, ast.Attribute) and node.attr == attribute for node in ast.walk(call.func))
-        for call in calls
+        and any(isinstance(node, ast.Attribute) and node.attr == attribute for node in ast.walk(function))
+        for call, function in calls
     )
 
 

@@ -65,7 +65,8 @@ def install_adapter(
         return last
     helper = PEFTHelper.from_dict(dict(settings))
     helper.validate_legal(manager.lora_config)
-    mapper: Any = getattr(adapters.model, "hf_to_vllm_mapper", None)
+    model: Any = adapters.model
+    mapper: Any = model.hf_to_vllm_mapper if hasattr(model, "hf_to_vllm_mapper") else None
     if hasattr(mapper, "get_rename_mapper"):
         mapper = mapper.get_rename_mapper()
     with RecordedWrites(weights.values()) as writes:
@@ -85,7 +86,11 @@ def install_adapter(
         adapters.add_adapter(adapter)
         adapters.activate_adapter(ADAPTER_ID)
     if last is None:
-        way = "written in three calls" if writes.is_repeatable else f"installed by vLLM, too: {writes.obstacle}"
+        way = (
+            "written in three calls"
+            if writes.is_repeatable
+            else f"installed by vLLM, too: {writes.reason_not_repeatable}"
+        )
         log.debug("vLLM has installed the adapter. Its later versions are %s.", way)
     return InstalledAdapter(unplaced, writes)
 

@@ -35,7 +35,8 @@ def keep_experts_unpacked() -> None:
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     # Before vLLM 0.28 the method packs by itself.
-    packer: Any = getattr(cpu_moe, "CPUUnquantizedExperts", unquantized_fused_moe_method.UnquantizedFusedMoEMethod)
+    method: Any = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
+    packer: Any = cpu_moe.CPUUnquantizedExperts if hasattr(cpu_moe, "CPUUnquantizedExperts") else method
     pack: Any = packer.process_weights_after_loading
 
     def keep_and_pack(experts: object, layer: nn.Module) -> None:

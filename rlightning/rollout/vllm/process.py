@@ -64,7 +64,7 @@ class EngineHost:
         trust = engine_args.get("trust_remote_code", False)
         files = ModelFiles.read(engine_args["model"], trust_remote_code=trust).facts
         server = VLLMServer(start_engine(engine_args))
-        self.methods |= {name: self._guard(getattr(server, name)) for name in METHODS}
+        self.methods |= {name: self._guard(getattr(server, name)) for name in METHODS}  # requests name them
         self._watch = asyncio.ensure_future(self._watch_core(server))
         self._is_up.set()
         config = server.engine.vllm_config

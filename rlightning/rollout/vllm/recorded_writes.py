@@ -36,7 +36,7 @@ class RecordedWrites(TorchDispatchMode):
         self._unknown: list[str] = []
 
     @property
-    def obstacle(self) -> str | None:
+    def reason_not_repeatable(self) -> str | None:
         """Why :meth:`repeat` would not do all that was recorded; None if it would."""
         if self._unknown:
             return f"{self._unknown[0]} cannot be repeated"
@@ -46,7 +46,7 @@ class RecordedWrites(TorchDispatchMode):
     @property
     def is_repeatable(self) -> bool:
         """Whether :meth:`repeat` does all that was recorded."""
-        return self.obstacle is None
+        return self.reason_not_repeatable is None
 
     def repeat(self) -> None:
         """Fill with zeros, scale and copy what was recorded, with the sources' current values."""

@@ -212,7 +212,7 @@ class RolloutScheduler(Scheduler):
         self._admission_limit = self._limits[0]  # the number of running requests up to which vLLM admits others
         self._may_defer = self._is_plain()
         further = "aux_output_connector", "enable_return_routed_experts", "return_sampling_mask"  # outputs of a token
-        self._may_hold_back = not any(getattr(self, name, None) for name in further)
+        self._may_hold_back = not any(getattr(self, name, None) for name in further)  # vLLM's versions differ in them
 
     def _is_plain(self) -> bool:
         """Whether this module reproduces everything that vLLM does with a sequence inside a block."""

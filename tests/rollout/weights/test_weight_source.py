@@ -52,7 +52,7 @@ def test_buffers_are_sent_in_their_own_dtype() -> None:
 
 
 def test_weights_made_while_sent_are_not_kept() -> None:
-    """As the sums of base and adapter, in float32, are."""
+    """Weights that are computed while they are sent, such as sums of base and adapter, are freed after their chunk."""
     alive = weakref.WeakSet[torch.Tensor]()
     numbers = []
 
