@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,10 @@ log = logging.getLogger(__name__)
 ALL_LINEAR = "all-linear"
 """The target of every linear layer of the model's blocks."""
 DEFAULT_RANK = 32
+PATTERN = re.compile(r"[][()*+?^$|\\{}]")
+"""Characters of regular expressions that no module's name has."""
+MAX_NAMES = 8
+"""Most layers that an error lists."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Prefixes of PEFT's ``init_lora_weights`` for adapters that need a modified base."""
 READ = {
@@ -241,14 +246,34 @@ def match_targets(
                 f"adapter.target_modules: '{target}' is one text. Write a list of names: [{', '.join(names)}]."
             )
         if not any(is_match(name, target) for name in layers):
-            known = [*sorted({name.rpartition(".")[2] for name in layers}), ALL_LINEAR]
+            if PATTERN.search(target):
+                raise ConfigError(f"adapter.target_modules: '{target}' is a pattern. {_list_matches(target, layers)}")
             others = build_empty(config).named_modules()
             kind = next((type(module).__name__ for name, module in others if name and is_match(name, target)), None)
             found = (
                 "is no module of the model" if kind is None else f"is a {kind}, no linear layer of the model's blocks"
             )
-            raise ConfigError(f"adapter.target_modules: '{target}' {found}. {did_you_mean(target, known)}")
+            hint = did_you_mean(target, _comparable_names(target, layers))
+            raise ConfigError(f"adapter.target_modules: '{target}' {found}. {hint}")
     return {name: sizes for name, sizes in layers.items() if any(is_match(name, target) for target in wanted)}
+
+
+def _comparable_names(target: str, layers: Iterable[str]) -> list[str]:
+    """Return the ends of the layers' names with as many parts as ``target``, such as ``self_attn.q_proj`` for two."""
+    num_parts = target.count(".") + 1
+    ends = sorted({".".join(name.split(".")[-num_parts:]) for name in layers})
+    return ends if num_parts > 1 else [*ends, ALL_LINEAR]
+
+
+def _list_matches(pattern: str, layers: Mapping[str, object]) -> str:
+    """Return the way out for a regular expression, which PEFT takes: the list of the layers that it matches."""
+    try:
+        matches = [name for name in layers if re.fullmatch(pattern, name)]
+    except re.error:
+        matches = []
+    names = shorten(dict.fromkeys(matches or layers), layers)
+    more = ", ..." if len(names) > MAX_NAMES else ""
+    return f"Write a list of names: [{', '.join(names[:MAX_NAMES])}{more}]."
 
 
 def is_match(name: str, target: str) -> bool:

@@ -95,6 +95,17 @@ def test_targets_are_ends_of_names(model: str) -> None:
         ({"rank": 100_000}, r"adapter\.rank=100000 is more than the matrices themselves have, at most 32"),
         ({"target_modules": []}, r"adapter\.target_modules names no layers"),
         ({"target_modules": ["q_prj"]}, r"'q_prj' is no module of the model\. Did you mean 'q_proj'\?"),
+        ({"target_modules": ["self_attn.q_prj"]}, r"is no module of the model\. Did you mean 'self_attn\.q_proj'\?"),
+        ({"target_modules": ["self_atn.q_proj"]}, r"is no module of the model\. Did you mean 'self_attn\.q_proj'\?"),
+        (
+            {"target_modules": "model.layers.1.self_attn.q_prj"},
+            r"is no module of the model\. Did you mean 'model\.layers\.1\.self_attn\.q_proj'\?",
+        ),
+        (
+            {"target_modules": r".*\.(q|v)_proj"},
+            r"_proj' is a pattern\. Write a list of names: \[q_proj, v_proj\]",
+        ),
+        ({"target_modules": "(q"}, r"'\(q' is a pattern\. Write a list of names: \[down_proj, .*, v_proj\]"),
         ({"target_modules": "all_linear"}, r"'all_linear' is no module of the model\. Did you mean 'all-linear'\?"),
         (
             {"target_modules": "q_proj,v_proj"},
