@@ -2,7 +2,7 @@
 
 The model runs on one row of ``T`` tokens; only attention has to know where a sequence ends. On CUDA in half precision
 that is FlashAttention 4, or ``torch.nn.attention.varlen.varlen_attn`` where that is not installed or cannot be used
-(:mod:`~rlightning.models.flash_attention_4`). For what neither can do (:func:`varlen_obstacle`) queries, keys and
+(:mod:`~rlightning.models.flash_attention_trial`). For what neither can do (:func:`varlen_obstacle`) queries, keys and
 values are padded to [N, longest] inside this function alone, which is exact: padding lies to the right of a causal
 sequence, so that no real token attends to it.
 
@@ -22,8 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from rlightning.models.counts import count_windows, head_size, num_key_value_heads
-from rlightning.models.flash_attention_4 import flash_attention, flash_attention_obstacle
-from rlightning.models.segment_attention import SHARED_HEADS, segment_attention
+from rlightning.models.flash_attention_4 import flash_attention
+from rlightning.models.flash_attention_trial import flash_attention_obstacle, shared_prefix_obstacle
+from rlightning.models.segment_attention import segment_attention, shared_heads
 from rlightning.types.shared_prefixes import SharedPrefixes
 
 T = TypeVar("T")
@@ -127,7 +128,8 @@ def packed_attention(
     assert cu_seq_lens_k is not None and segments is not None
     if attend is not padded_attention and sliding_window is None:
         bounds = cu_seq_lens_q, max_length_q, segments, max_segment
-        return segment_attention(q, k, v, *bounds, scaling).unsqueeze(0), None
+        is_fast = attend is flash_attention and shared_prefix_obstacle(*_sizes(q, k)) is None
+        return segment_attention(q, k, v, *bounds, scaling, has_flash_attention=is_fast).unsqueeze(0), None
     # A sequence's own tokens, the last of its path, attend to the whole path: the causal mask is aligned at the end,
     # from which a window, which differs between the tokens of a segment, is counted too.
     k, v = (_Gather.apply(x, key_places) for x in (k, v))  # type: ignore[no-untyped-call]
@@ -143,9 +145,13 @@ def _choose_kernel(q: Tensor, k: Tensor, v: Tensor, *, has_window: bool, as_on_c
         return padded_attention
     if as_on_cuda:  # FlashAttention 4 needs no more memory
         return varlen_attention
-    heads_per_key = q.shape[1] // k.shape[1]
-    slower = flash_attention_obstacle(q.device, q.dtype, q.shape[-1], heads_per_key, has_window)
+    slower = flash_attention_obstacle(*_sizes(q, k), has_window)
     return flash_attention if slower is None else varlen_attention
+
+
+def _sizes(q: Tensor, k: Tensor) -> tuple[torch.device, torch.dtype, int, int]:
+    """Return device, dtype, head size and number of query heads of a key/value head."""
+    return q.device, q.dtype, q.shape[-1], q.shape[1] // k.shape[1]
 
 
 class _Gather(torch.autograd.Function):
@@ -209,7 +215,7 @@ def describe_attention(config: PreTrainedConfig, device: torch.device, dtype: to
     obstacles = [flash_attention_obstacle(device, dtype, size, heads_per_key, has_window) for has_window in kinds]
     slower = next(filter(None, obstacles), None)
     if slower is None:
-        return "packed (FlashAttention 4; shared prefixes by varlen_attn)"
+        return "packed (FlashAttention 4)"
     return f"packed (varlen_attn, as FlashAttention 4 {slower})"
 
 
@@ -234,9 +240,7 @@ def varlen_attention(
     Returns:
         [T, H, D].
     """
-    options: dict[str, Any] = {"scale": scaling}
-    if q.shape[1] != k.shape[1]:
-        options |= SHARED_HEADS
+    options: dict[str, Any] = {"scale": scaling, **shared_heads(q, k)}
     # Numbers of tokens to the left (without the token itself) and to the right that it attends to; -1 for all.
     options["window_size"] = (-1 if window is None else window - 1, 0)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

@@ -27,20 +27,32 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
+from rlightning.models import flash_attention_4
 from rlightning.torch_internals import varlen_attn_backward
 
-SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Argument by which ``varlen_attn`` accepts fewer key/value heads than query heads; torch 2.11 needs none."""
+_TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def shared_heads(query: Tensor, key: Tensor) -> dict[str, Any]:
+    """Return the argument by which ``varlen_attn`` accepts fewer key/value heads than query heads; torch 2.11 needs
+    none.
+    """
+    return {"enable_gqa": True} if _TAKES_ENABLE_GQA and query.shape[1] != key.shape[1] else {}
 
 
 class _Part(NamedTuple):
-    """One call of the kernel: bounds of queries and keys [B+1], maximum numbers of both, and the mask's window."""
+    """One call of the kernel: bounds of queries and keys [B+1], maximum numbers of both, and whether it is causal."""
 
     queries: Tensor
     keys: Tensor
     max_queries: int
     max_keys: int
-    window: tuple[int, int]
+    is_causal: bool
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Numbers of tokens before and after a query that it attends to, as ``varlen_attn`` takes them."""
+        return (-1, 0) if self.is_causal else (-1, -1)
 
 
 def segment_attention(
@@ -52,9 +64,11 @@ def segment_attention(
     segments: Tensor,
     max_segment: tuple[int, int],
     scaling: float | None,
+    *,
+    has_flash_attention: bool = False,
 ) -> Tensor:
     """Compute causal attention over packed sequences with shared prefixes, whose keys and values are not copied, by
-    several calls of ``varlen_attn``.
+    several calls of a kernel.
 
     Args:
         q: [U, H, D]; keys and values are [U, K, D].
@@ -63,12 +77,14 @@ def segment_attention(
         segments: see :class:`~rlightning.types.shared_prefixes.SharedPrefixes`.
         max_segment: maximum numbers of a segment's queries and of its keys, or more; both at least 2.
         scaling: factor of the dot products; None for ``D ** -0.5``.
+        has_flash_attention: whether the kernel is FlashAttention 4's, and not that of ``varlen_attn``.
 
     Returns:
         [U, H, D].
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    result: tuple[Tensor, Tensor] = _attend(q, k, v, cu_seqlens, segments, max_length, *max_segment, scaling)
+    numbers = max_length, *max_segment, scaling, has_flash_attention
+    result: tuple[Tensor, Tensor] = _attend(q, k, v, cu_seqlens, segments, *numbers)
     return result[0]
 
 
@@ -83,26 +99,37 @@ def _attend(
     max_queries: int,
     max_keys: int,
     scale: float | None,
+    has_flash_attention: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return attention's result [U, H, D] and its log-sum-exps [H, U].
 
     This is a custom operator, so that torch.compile makes one graph for prefix trees of all depths, and saves only its
     inputs and outputs for the backward pass.
     """
-    heads = SHARED_HEADS if query.shape[1] != key.shape[1] else {}
     merged: tuple[Tensor, Tensor] | None = None
     for part in _parts(cu_seqlens, segments, max_length, max_queries, max_keys):
-        result = varlen_attn(
-            *(query, key, value, part.queries, part.keys, part.max_queries, part.max_keys),
-            return_aux=AuxRequest(lse=True),
-            scale=scale,
-            window_size=part.window,
-            **heads,
-        )
-        assert isinstance(result, tuple)
+        if has_flash_attention:
+            bounds = part.queries, part.keys
+            result = flash_attention_4.attend(query, key, value, *bounds, scale, is_causal=part.is_causal)
+        else:
+            result = _varlen_attend(query, key, value, part, scale)
         merged = result if merged is None else _merge(merged, result)
     assert merged is not None
     return merged[0].to(query.dtype), merged[1]
+
+
+def _varlen_attend(
+    query: Tensor, key: Tensor, value: Tensor, part: _Part, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    result = varlen_attn(
+        *(query, key, value, part.queries, part.keys, part.max_queries, part.max_keys),
+        return_aux=AuxRequest(lse=True),
+        scale=scale,
+        window_size=part.window,
+        **shared_heads(query, key),
+    )
+    assert isinstance(result, tuple)
+    return result
 
 
 def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -110,7 +137,8 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
 
     Args:
         first: result [U, H, D] and log-sum-exps [H, U].
-        second: the same of a part in which a query may have no key; FlashAttention 2 returns infinity for it.
+        second: the same of a part in which a query may have no key; FlashAttention 2 returns infinity for it, and
+            FlashAttention 4 minus infinity.
     """
     lse = second[1].masked_fill(second[1].isposinf(), -torch.inf)
     total = torch.logaddexp(first[1], lse)
@@ -120,9 +148,9 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
 
 def _parts(cu_seqlens: Tensor, segments: Tensor, max_length: int, max_queries: int, max_keys: int) -> Iterator[_Part]:
     """Yield the calls of the kernel."""
-    yield _Part(cu_seqlens, cu_seqlens, max_length, max_length, (-1, 0))
+    yield _Part(cu_seqlens, cu_seqlens, max_length, max_length, True)
     for queries, keys in segments.unflatten(0, (-1, 2)):
-        yield _Part(queries, keys, max_queries, max_keys, (-1, -1))
+        yield _Part(queries, keys, max_queries, max_keys, False)
 
 
 @_attend.register_fake
@@ -145,11 +173,18 @@ def _attend_backward(
     max_queries: int,
     max_keys: int,
     scale: float | None,
+    has_flash_attention: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
     grad, sums = grad.contiguous(), list[Tensor]()
+    tensors = grad, query, key, value, out, lse
     for part in _parts(cu_seqlens, segments, max_length, max_queries, max_keys):
-        grads = varlen_attn_backward(grad, query, key, value, out, lse, *part, scale=scale)
+        bounds = part.queries, part.keys
+        if has_flash_attention:
+            grads = flash_attention_4.differentiate(*tensors, *bounds, scale, is_causal=part.is_causal)
+        else:
+            longest = part.max_queries, part.max_keys
+            grads = varlen_attn_backward(*tensors, *bounds, *longest, part.window, scale=scale)
         sums = [total.add_(one) for total, one in zip(sums, grads, strict=True)] if sums else list(grads)
     return sums[0], sums[1], sums[2]
 

@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 
 from rlightning.models import attention, load_policy, output_layer, packed_logprobs
 from rlightning.models.attention import packed_attention, padded_attention, varlen_attention, varlen_obstacle
-from rlightning.models.flash_attention_4 import flash_attention, flash_attention_obstacle
+from rlightning.models.flash_attention_4 import flash_attention
+from rlightning.models.flash_attention_trial import flash_attention_obstacle
 from rlightning.models.layers import checkpoint_layers, compile_layers, decoder_layers
 from rlightning.models.output_layer import chunked_logprobs
 from rlightning.types import RolloutBatch
@@ -134,8 +135,9 @@ def attend_shared(batch: RolloutBatch, shared: SharedPrefixes, *heads: Tensor, w
     return packed_attention(torch.nn.Module(), query, key, value, None, sliding_window=window, **options)[0][0]
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 50])
 def test_shared_prefixes_in_half_precision(head_size: int, groups: int, window: int | None) -> None:
     """Without copies, or with them where there is a window, against copies in float32; the tree is five deep."""
@@ -154,6 +156,7 @@ def test_shared_prefixes_in_half_precision(head_size: int, groups: int, window: 
         assert (got.float() - expected).norm() <= 0.01 * expected.norm() + 1e-3
 
 
+@pytest.mark.usefixtures("kernel")
 def test_shared_keys_are_not_copied() -> None:
     batch, shared = share_tree(*[(2000, 100)] * 8)
     query, key, value = (
@@ -167,6 +170,7 @@ def test_shared_keys_are_not_copied() -> None:
     assert torch.equal(attend_shared(batch, shared, query, key, value), out)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_policy_over_shared_prefixes_in_mixed_precision(is_compiled: bool, tmp_path: Path) -> None:
     """As near to float32 as each sequence alone."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 from varlen_on_cpu import FlashAttentionOnCPU, run_kernels_on_cpu
 
-from rlightning.models import flash_attention_4
+from rlightning.models import flash_attention_trial
 from rlightning.models.attention import describe_attention, padded_attention
 from rlightning.models.flash_attention_4 import INTERFACE, flash_attention
 
@@ -23,12 +23,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     run_kernels_on_cpu(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    compare = flash_attention_4._compare
-    monkeypatch.setattr(flash_attention_4, "_compare", lambda _, *sizes: compare(torch.device("cpu"), *sizes))
+    compare = flash_attention_trial._compare
+    monkeypatch.setattr(flash_attention_trial, "_compare", lambda _, *sizes: compare(torch.device("cpu"), *sizes))
     monkeypatch.setitem(sys.modules, INTERFACE, None)
-    flash_attention_4._find_obstacle.cache_clear()
+    flash_attention_trial._find_obstacle.cache_clear()
     yield
-    flash_attention_4._find_obstacle.cache_clear()
+    flash_attention_trial._find_obstacle.cache_clear()
 
 
 def describe(head_size: int = 16) -> str:
@@ -42,7 +42,7 @@ def test_log_says_why_not_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> 
     missing = describe()
     assert missing.startswith(f"{slow}is not installed (") and missing.endswith("pip install 'rlightning[fa4]')")
     assert describe(256) == f"{slow}takes head sizes up to 128, not 256)"
-    flash_attention_4._find_obstacle.cache_clear()
+    flash_attention_trial._find_obstacle.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert describe() == f"{slow}needs compute capability 9 or 10)"
 
@@ -51,8 +51,8 @@ def test_log_says_why_not_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> 
 def test_flash_attention_4_is_taken_where_it_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, INTERFACE, FlashAttentionOnCPU(INTERFACE))
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
-        assert describe() == "packed (FlashAttention 4; shared prefixes by varlen_attn)"
-    assert flash_attention_4.flash_attention_obstacle(CUDA, torch.bfloat16, 16, 1, True) is None
+        assert describe() == "packed (FlashAttention 4)"
+    assert flash_attention_trial.flash_attention_obstacle(CUDA, torch.bfloat16, 16, 1, True) is None
 
 
 def attend_too_far(*args: Any, window_size: tuple[int, None], **others: Any) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ def test_wrong_flash_attention_4_is_not_taken(
     package = FlashAttentionOnCPU(INTERFACE)
     monkeypatch.setattr(package, name, function)
     monkeypatch.setitem(sys.modules, INTERFACE, package)
-    obstacle = flash_attention_4.flash_attention_obstacle(CUDA, torch.bfloat16, 16, 2, True)
+    obstacle = flash_attention_trial.flash_attention_obstacle(CUDA, torch.bfloat16, 16, 2, True)
     assert obstacle is not None and obstacle.startswith(reason)
 
 
@@ -107,12 +107,21 @@ def test_operator_equals_padded_attention(
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
+KINDS = [
+    (kind, number)
+    for kind in ("sequences", "windows", "shared prefixes")
+    for number in range(len(flash_attention_trial._trials(kind)))
+]
+
+
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("number", range(len(flash_attention_4.TRIALS)))
+@pytest.mark.parametrize(("kind", "number"), KINDS)
 @pytest.mark.parametrize(("factor", "reason"), [(2.0, "differs from it by 1"), (torch.nan, "differs from it by nan")])
-def test_kernels_of_each_trial_count(number: int, factor: float, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_each_trial_count(
+    kind: str, number: int, factor: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The package has kernels of their own for few tokens and for many sequences: only those are wrong here."""
-    num_queries = sum(flash_attention_4.TRIALS[number][0])
+    num_queries = flash_attention_trial._trials(kind)[number].num_queries
 
     def differentiate(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         grad_q, grad_k, grad_v = FlashAttentionOnCPU._flash_attn_bwd(q, *others, **options)
@@ -121,5 +130,30 @@ def test_kernels_of_each_trial_count(number: int, factor: float, reason: str, mo
     package = FlashAttentionOnCPU(INTERFACE)
     monkeypatch.setattr(package, "_flash_attn_bwd", differentiate)
     monkeypatch.setitem(sys.modules, INTERFACE, package)
-    obstacle = flash_attention_4.flash_attention_obstacle(CUDA, torch.bfloat16, 16, 2, False)
+    if kind == "shared prefixes":
+        obstacle = flash_attention_trial.shared_prefix_obstacle(CUDA, torch.bfloat16, 16, 2)
+    else:
+        obstacle = flash_attention_trial.flash_attention_obstacle(CUDA, torch.bfloat16, 16, 2, kind == "windows")
     assert obstacle is not None and obstacle.startswith(reason)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_flash_attention_4_is_taken_over_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, INTERFACE, FlashAttentionOnCPU(INTERFACE))
+    assert flash_attention_trial.shared_prefix_obstacle(CUDA, torch.bfloat16, 16, 2) is None
+
+
+@pytest.mark.usefixtures("hopper")
+def test_queries_without_keys_must_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that gives them a finite log-sum-exp is wrong over shared prefixes alone."""
+
+    def attend(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out, sums = FlashAttentionOnCPU.flash_attn_varlen_func(*args, **options)
+        return out, sums.masked_fill(sums.isneginf(), 0.0)
+
+    package = FlashAttentionOnCPU(INTERFACE)
+    monkeypatch.setattr(package, "flash_attn_varlen_func", attend)
+    monkeypatch.setitem(sys.modules, INTERFACE, package)
+    assert flash_attention_trial.flash_attention_obstacle(CUDA, torch.bfloat16, 16, 2, False) is None
+    obstacle = flash_attention_trial.shared_prefix_obstacle(CUDA, torch.bfloat16, 16, 2)
+    assert obstacle is not None and obstacle.startswith("differs from it by ")

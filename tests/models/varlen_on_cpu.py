@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlightning.models import attention, flash_attention_4
+from rlightning.models import attention, flash_attention_trial
 from rlightning.models.flash_attention_4 import INTERFACE
 
 
@@ -34,9 +34,10 @@ class FlashAttentionOnCPU(ModuleType):
         window_size: tuple[int | None, int | None],
         return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        assert causal and return_lse and window_size[1] is None
-        bounds, sides = (cu_seqlens_q, cu_seqlens_k), sides_of(window_size[0])
-        return forward(q, k, v, *bounds, len(q), len(k), True, softmax_scale, sides)[:2]
+        assert return_lse and window_size[1] is None
+        bounds, sides = (cu_seqlens_q, cu_seqlens_k), sides_of(window_size[0], causal)
+        out, sums, _ = forward(q, k, v, *bounds, len(q), len(k), causal, softmax_scale, sides)
+        return out, sums.masked_fill(sums.isposinf(), -torch.inf)  # of a query without a key
 
     @staticmethod
     def _flash_attn_bwd(
@@ -54,20 +55,20 @@ class FlashAttentionOnCPU(ModuleType):
         cu_seqlens_k: Tensor,
         deterministic: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert causal and not deterministic
-        bounds, sides = (cu_seqlens_q, cu_seqlens_k), sides_of(window_size_left)
-        return backward(dout, q, k, v, out, lse, *bounds, len(q), len(k), True, out, softmax_scale, sides)
+        assert not deterministic
+        bounds, sides = (cu_seqlens_q, cu_seqlens_k), sides_of(window_size_left, causal)
+        return backward(dout, q, k, v, out, lse, *bounds, len(q), len(k), causal, out, softmax_scale, sides)
 
 
-def sides_of(tokens_left: int | None) -> list[int]:
-    return [-1 if tokens_left is None else tokens_left, 0]
+def sides_of(tokens_left: int | None, is_causal: bool) -> list[int]:
+    return [-1 if tokens_left is None else tokens_left, 0 if is_causal else -1]
 
 
 def run_kernels_on_cpu(monkeypatch: pytest.MonkeyPatch, *, has_flash_attention: bool = False) -> None:
     """Have packed attention take ``varlen_attn`` on the CPU too, or FlashAttention 4, in any dtype."""
     if has_flash_attention:
         monkeypatch.setitem(sys.modules, INTERFACE, FlashAttentionOnCPU(INTERFACE))
-        monkeypatch.setattr(flash_attention_4, "_find_obstacle", lambda *_: None)
+        monkeypatch.setattr(flash_attention_trial, "_find_obstacle", lambda *_: None)
     if not torch._C._dispatch_has_kernel_for_dispatch_key("torch_attn::_varlen_attn", "CPU"):
         torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward)
         torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward)

@@ -152,13 +152,13 @@ def test_loss_and_gradient_are_of_sequences_alone(kind: str, draw: random.Random
     assert can_share_prefixes(policy.config)
     weights = torch.rand(2, batch.num_tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     results = []
-    for way in ("alone", "by copies", "by segments"):
+    for way in ("alone", "by copies", "by segments", "by segments with FlashAttention 4"):
         if way != "alone":
             batch.shared = share_prefixes(batch.cu_seqlens, find_prefixes(batch.token_ids, batch.cu_seqlens))
         policy.zero_grad()
         with pytest.MonkeyPatch.context() as patch:
-            if way == "by segments":
-                run_kernels_on_cpu(patch)
+            if way.startswith("by segments"):
+                run_kernels_on_cpu(patch, has_flash_attention=way.endswith("4"))
             logprobs, entropy = packed_logprobs(policy, batch, temperature=0.7, needs_entropy_grad=True)
             ((logprobs * weights[0]).sum() + (entropy * weights[1]).sum()).backward()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in policy.parameters()]
