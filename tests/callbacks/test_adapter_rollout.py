@@ -34,6 +34,7 @@ from rlightning.hooks import RLCallback
 from rlightning.models import Adapter
 from rlightning.models.adapter import linear_layers
 from rlightning.parallel.fsdp import FSDP
+from rlightning.rollout import engine_options
 from rlightning.rollout.vllm.adapter_support import find_model_class, find_obstacle, room_for, supports_adapters
 
 ADAPTER = Adapter(rank=4)
@@ -67,6 +68,22 @@ def test_what_is_sampled_is_the_adapted_actors(
     assert ("sent base and adapter merged, rounded to their dtype: rollout.send_adapter=false" in caplog.text) is (
         sends is False
     )
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("placement", ["colocated", "standalone"])
+def test_engine_that_cannot_wrap_a_layer_starts_again_for_merged_weights(
+    placement: Any, engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which only vLLM's start shows."""
+    norms = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["norm"]}  # no linear layers
+    monkeypatch.setattr(engine_options, "engine_arguments", lambda adapter: norms)
+    module, witness = fit(tmp_path, engine_model, make_rollout(placement=placement))
+    assert module.sends_adapter is False and len(witness.steps) == 3
+    assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps)
+    (line,) = [record.getMessage() for record in caplog.records if "sent base and adapter merged" in record.message]
+    assert "LoRA target module model." in line and "rollout.send_adapter: false spares the attempt" in line
 
 
 class HoldEngine(RLCallback):
