@@ -175,7 +175,7 @@ class VLLMRollout(RolloutCallback):
         longest_prompt = max_prompt_tokens if self.is_single_turn else None  # the prompts of later turns are longer
         configs = self.options.configure(module, device, sampling, longest_prompt, run_dir(trainer))
         configs = [replace(config, files=files, copies=copies) for config in configs]
-        self.options.choose_adapter(module)
+        self.options.choose_adapter(module, configs[0])
         if self.options.placement == "standalone":
             self._engines = standalone_engines(configs, keeps_cache=self.keeps_cache)
         else:

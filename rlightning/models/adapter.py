@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.foreign_text import cut_line
-from rlightning.models.adapter_files import CONFIG_FILE, check_files, stored_name
+from rlightning.models.adapter_files import CONFIG_FILE, check_files, find_folder, stored_name
 from rlightning.models.counts import build_empty, num_experts
 from rlightning.models.layers import decoder_layers
 from rlightning.models.quantized import QuantizedBase, import_torchao
@@ -47,7 +47,7 @@ class Adapter:
         target_modules: names of linear layers, or endings of names such as ``q_proj``; None for those of the folder, or
             "all-linear", which is all linear layers in the model's blocks.
         use_rslora: scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732); None for the value of the folder, or False.
-        path: a folder in PEFT's format with initial values; None for additions of zero.
+        path: a folder in PEFT's format with initial values, or its name on the hub; None for additions of zero.
         quantize_base: store the frozen matrices of the model's blocks in 8 bits ("int8") or 4 ("nf4"), by torchao; None
             for the dtype of the computation.
     """
@@ -299,7 +299,7 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
         layers: rows and columns of the weight of each linear layer, by the layer's name.
         config: configuration of the base model.
     """
-    peft, folder = import_peft(), Path(str(adapter.path)).expanduser()
+    peft, folder = import_peft(), find_folder(str(adapter.path))
     where = f"adapter.path='{folder}'"
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{where} has no {CONFIG_FILE}. Name a folder that PEFT or SaveHF has written.")

@@ -265,14 +265,21 @@ class EngineOptions:
             )
         return obstacle
 
-    def choose_adapter(self, module: object) -> None:
-        """Set ``module.sends_adapter``, whether its adapter is sent to engines separately; log the reason if not."""
+    def choose_adapter(self, module: object, config: EngineConfig) -> None:
+        """Set ``module.sends_adapter``, whether its adapter is sent to engines separately; log the reason if not, and
+        if ``config`` has engines that sleep, which then need the base again.
+        """
         if not has(module, HasAdapter) or module.adapter is None:
             return
         obstacle = self.adapter_obstacle(module)
         module.sends_adapter = obstacle is None
         if obstacle is not None and global_rank() == 0:
             log.info("Engines are sent base and adapter merged, rounded to their dtype: %s.", obstacle)
+        elif config.can_sleep and global_rank() == 0:
+            log.info(
+                "Engines sleep during updates, and then lose the base: each weight sync sends it with the adapter. "
+                "rollout.sleep: false, if the device has room for both, sends the adapter alone."
+            )
 
     def plan_memory(
         self,

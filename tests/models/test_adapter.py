@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import make_batch, refused, save_model
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from rlightning.errors import ConfigError
-from rlightning.models import Adapter, load_config, load_policy, packed_logprobs
+from rlightning.models import Adapter, adapter_files, load_config, load_policy, packed_logprobs
 from rlightning.models.adapter import LoRA, resolve_adapter
 from rlightning.models.adapter_files import base_digest
 from rlightning.models.adapter_layers import (
@@ -330,6 +331,20 @@ def test_a_folder_of_a_layer_outside_of_the_blocks_is_refused(model: str, tmp_pa
     save_peft(model, tmp_path, target_modules=targets)
     with refused(r"adapts 'lm_head', outside of the model's blocks.* without 'lm_head' in target_modules"):
         resolve(model, path=tmp_path)
+
+
+def test_a_path_may_be_a_name_on_the_hub(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_peft(model, tmp_path)
+
+    def download(name: str, file: str) -> str:
+        if name != "someone/adapter":
+            raise LocalEntryNotFoundError("the hub cannot be reached")
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(adapter_files, "hf_hub_download", download)
+    assert resolve(model, path="someone/adapter") == resolve(model, path=tmp_path)
+    with refused(r"adapter\.path='someone/other' is no folder, and no adapter .* the hub: .* Name a folder that PEFT"):
+        resolve(model, path="someone/other")
 
 
 def test_a_folder_without_safetensors_is_refused_with_the_way_out(model: str, tmp_path: Path) -> None:
