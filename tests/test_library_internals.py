@@ -136,6 +136,7 @@ MODULES = {
     "torch.distributed.distributed_c10d.ProcessGroup": ("_get_backend",),
     "torch.distributed.tensor.DTensor": ("_local_tensor",),
     "torch.nn.attention.varlen": ("_varlen_attn_backward",),
+    "torch.optim.AdamW": ("_init_group",),
     "torch.nn.Module": ("_non_persistent_buffers_set",),
     "torch": ("_foreach_copy_", "_foreach_mul_", "_foreach_norm"),
 }

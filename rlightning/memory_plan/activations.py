@@ -19,7 +19,7 @@ functions and casts; which ones is taken from the compiler's partitioner, applie
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +41,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line
+from rlightning.models.adapter import LoRA
+from rlightning.models.adapter_layers import adapter_parameters, add_adapter
 from rlightning.models.attention import packed_attention, packed_inputs
 from rlightning.models.counts import cache_by_config, head_size, inner_size, num_key_value_heads, read_setting
 from rlightning.models.layers import checkpoint_layers, decoder_layers
@@ -216,17 +218,17 @@ def _fake_model(
     """Yield the model, its inputs and a byte counter, in a mode in which tensors have no memory."""
     length = min(longest, tokens)
     try:
-        # While a strategy builds a model, the default device is the strategy's, for which autocast is not enabled here.
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=decoder.dtype, attn_implementation=CUDA_ATTENTION
             )
             narrow_residuals(model)
             keep_routers_float32(model)
             if decoder.adapter_rank:
-                if decoder.is_autocast:
-                    hold_as_computed(model, torch.bfloat16)
-                adapt(model, decoder.adapter_rank, decoder.adapter_targets)
+                adapt(model, decoder)
+        # While a strategy builds a model, the default device is the strategy's, for which autocast is not enabled here.
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            model.to_empty(device="cpu")
             ids = torch.zeros(tokens, dtype=torch.long)
             bounds = torch.zeros(-(-tokens // length) + 1, dtype=torch.int32)  # sequences of equal length
             inputs = packed_inputs(ids, ids, bounds, length)
@@ -243,35 +245,17 @@ def _fake_model(
         ) from error
 
 
-class AdaptedLinear(nn.Module):
-    """A linear layer with a LoRA adapter that computes as PEFT's does, but can be built on fake tensors.
-
-    Args:
-        base: the frozen layer.
-        rank: rank of the adapter.
-    """
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        self.a = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32))
-        self.b = nn.Parameter(torch.empty(base.out_features, rank, dtype=torch.float32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the base layer's output and the adapter's, in the base's dtype."""
-        result: Tensor = self.base(x)
-        is_cast = torch.is_autocast_enabled(x.device.type)
-        a, b = (self.a, self.b) if is_cast else (self.a.to(x.dtype), self.b.to(x.dtype))
-        return (result + nn.functional.linear(nn.functional.linear(x, a), b) * 2.0).to(result.dtype)
-
-
-def adapt(model: PreTrainedModel, rank: int, targets: Sequence[str]) -> None:
-    """Freeze a model, and add adapters to the linear layers that match the targets."""
-    model.requires_grad_(False)
-    for name, module in list(model.named_modules()):
-        parent, _, end = name.rpartition(".")
-        if end in targets and isinstance(module, nn.Linear):
-            setattr(model.get_submodule(parent), end, AdaptedLinear(module, rank))
+def adapt(model: PreTrainedModel, decoder: Decoder) -> None:
+    """Freeze a model, and add an adapter to the layers that match the decoder's targets."""
+    if decoder.is_autocast:
+        hold_as_computed(model, torch.bfloat16)
+    rank, targets = decoder.adapter_rank, decoder.adapter_targets
+    modules = dict.fromkeys(targets, (0, 0))  # their sizes are the model's
+    add_adapter(
+        model, LoRA(rank=rank, alpha=rank, use_rslora=False, modules=modules, targets=targets), torch.device("meta")
+    )
+    for _, factor in adapter_parameters(model):
+        factor.data = factor.data.to(decoder.dtype)  # FSDP gathers the factors in the dtype of the base
 
 
 AttentionInterface.register(CUDA_ATTENTION, partial(packed_attention, as_on_cuda=True))

@@ -138,7 +138,7 @@ def decide_gathering(trainer: Trainer, module: object) -> None:
     rank has to call it.
     """
     strategy = trainer.strategy
-    if not isinstance(strategy, FSDP) or Parallelism.of(strategy, trainer.world_size).is_decided:
+    if not isinstance(strategy, FSDP) or not Parallelism.of(strategy, trainer.world_size).automatic:
         return
     try:
         plan = plan_run(trainer, module) if strategy.root_device.type == "cuda" else None

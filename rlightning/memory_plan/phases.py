@@ -101,7 +101,7 @@ class MemoryPlan:
         no more layers checkpointed.
         """
         parallelism = self.work.parallelism
-        if parallelism.is_decided:
+        if not parallelism.automatic:
             return
         freed = self.with_work(parallelism=parallelism.decided(keeps=False))
         work = freed.work
@@ -213,10 +213,7 @@ class MemoryPlan:
 
     def generate(self) -> PhaseBytes:
         """Return the bytes at the peak of generation, for an engine or sampler on the device."""
-        return self._generate(self.away())
-
-    def _generate(self, away: frozenset[str]) -> PhaseBytes:
-        return self._with_awake_engine(self._resting(away))
+        return self._with_awake_engine(self._resting(self.away()))
 
     def start(self) -> PhaseBytes:
         """Return the bytes at the peak of the engine's start, while the trainer's models are not yet offloaded."""
@@ -264,7 +261,8 @@ class MemoryPlan:
         if self.work.engine is None or not self.engine.can_sleep:
             return own
         choices = [own, *(own | moved for moved in MOVES)]
-        return next((away for away in choices if self._generate(away).total <= self.device_memory), choices[-1])
+        awake = ((away, self._with_awake_engine(self._resting(away))) for away in choices)
+        return next((away for away, parts in awake if parts.total <= self.device_memory), choices[-1])
 
     def moved(self) -> PhaseBytes:
         """Return the bytes of the parts that are offloaded to the host while the engine is awake."""

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedConfig
 
-from rlightning.memory_plan.activations import KEPT, UPDATE, ActivationBytes, Bytes, Decoder, fit_activations
+from rlightning.memory_plan.activations import ActivationBytes, Decoder, fit_activations
 from rlightning.memory_plan.work import Work
 from rlightning.models.adapter import LoRA
 from rlightning.models.counts import Weights, count_weights, head_size
@@ -84,6 +84,11 @@ class TrainerMemory:
         return self.work.master_itemsize * sum(weights.held for weights, _ in self._trained)
 
     @property
+    def _forward_dtype(self) -> torch.dtype:
+        """The dtype of trained weights in the forward pass, and of the gradients that the backward pass computes."""
+        return torch.float32 if self.work.is_autocast or self.work.compute_itemsize == 4 else torch.bfloat16
+
+    @property
     def _is_on_host(self) -> bool:
         return self.work.parallelism.cpu_offload == "parameters"
 
@@ -140,7 +145,7 @@ class TrainerMemory:
     def gradients(self) -> int:
         """Return the bytes of gradients, and of the copies of them that a strategy keeps."""
         parallelism = self.work.parallelism
-        total = 0 if self._is_on_host else self._held
+        total = self.parameters()
         if parallelism.has_gradient_buckets:
             total += self._held
         if parallelism.kind == "fsdp" and not parallelism.reduce_every_microbatch:
@@ -202,7 +207,7 @@ class TrainerMemory:
         supports = SUPPORT_BYTES * tokens * (0 if work.rollout is None else work.rollout.max_support)
         if self.adapter is not None:
             return 2 * states + chunk + supports
-        cast = 0 if self._head_itemsize == 4 else self._head_itemsize * head
+        cast = 0 if self._forward_dtype == torch.float32 else self._forward_dtype.itemsize * head
         return 2 * states + 4 * head + max(chunk, cast) + supports
 
     def layer_backward(self, activations: ActivationBytes) -> int:
@@ -213,7 +218,7 @@ class TrainerMemory:
         gradients twice: as they were computed, and in float32 for the reduction over the ranks.
         """
         trained = self.adapter or self.weights
-        waiting = self._head_itemsize * trained.head if trained.is_tied else 0
+        waiting = self._forward_dtype.itemsize * trained.head if trained.is_tied else 0
         is_sharded = self.work.parallelism.kind == "fsdp"
         whole = (self.work.compute_itemsize + 4) * trained.layer if is_sharded else 0
         return int(activations.backward - activations.kept) + waiting + whole + self._decoding()
@@ -228,23 +233,12 @@ class TrainerMemory:
         heads: int = self.work.config.get_text_config().num_attention_heads
         return 4 * tokens * head_size(self.work.config) * heads // self.work.parallelism.tensor_parallel_size
 
-    @property
-    def _head_itemsize(self) -> int:
-        """Bytes of an element of the output layer's gradient."""
-        return 4 if self.work.is_autocast else self.work.compute_itemsize
-
     def activations(self, tokens: int, checkpointed_layers: int = 0) -> ActivationBytes:
         """Return the bytes of the actor's activations for a micro-batch of ``tokens`` tokens if its first
         ``checkpointed_layers`` layers are checkpointed.
-
-        The backward pass begins with the other layers, which therefore determine its peak.
         """
-        config, adapter = self.work.config, self.work.adapter
-        traced = self._trace(config, tokens, is_checkpointed=checkpointed_layers == self.num_layers, adapter=adapter)
-        if 0 < checkpointed_layers < self.num_layers:
-            saved = (traced - self._trace(config, tokens, is_checkpointed=True, adapter=adapter)) @ KEPT
-            traced = traced - saved * checkpointed_layers / self.num_layers * UPDATE
-        return ActivationBytes(*traced.tolist())
+        share = checkpointed_layers / self.num_layers
+        return self._activations(self.work.config, tokens, share, self.work.adapter)
 
     def others_activations(self, tokens: int, checkpointed_layers: int = 0) -> int:
         """Return the bytes of activations that trained models other than the actor keep until a micro-batch's backward
@@ -254,27 +248,32 @@ class TrainerMemory:
         """
         kept = 0.0
         for role in self.work.others:
-            if role.config is None or role.optimizer_states is None:
-                continue
-            wanted = role.gradient_checkpointing
-            share = checkpointed_layers / self.num_layers if wanted == "auto" else float(wanted)
-            for part, is_checkpointed in ((1 - share, False), (share, True)):
-                if part:
-                    kept += part * float(self._trace(role.config, tokens, is_checkpointed=is_checkpointed) @ KEPT)
+            if role.config is not None and role.optimizer_states is not None:
+                wanted = role.gradient_checkpointing
+                share = checkpointed_layers / self.num_layers if wanted == "auto" else float(wanted)
+                kept += self._activations(role.config, tokens, share).kept
         return int(kept)
 
-    def _trace(
-        self, config: PreTrainedConfig, tokens: int, *, is_checkpointed: bool, adapter: LoRA | None = None
-    ) -> Bytes:
+    def _activations(
+        self, config: PreTrainedConfig, tokens: int, share: float, adapter: LoRA | None = None
+    ) -> ActivationBytes:
+        """Return the bytes of a model's activations if the first ``share`` of its layers is checkpointed.
+
+        The backward pass begins with the other layers, which therefore determine its peak.
+        """
         work = self.work
         decoder = Decoder(
-            dtype=torch.float32 if work.precision == "32-true" or work.is_autocast else torch.bfloat16,
+            dtype=self._forward_dtype,
             is_autocast=work.is_autocast,
-            gradient_checkpointing=is_checkpointed,
+            gradient_checkpointing=share == 1,
             is_compiled=work.is_compiled,
             tensor_parallel_size=work.parallelism.tensor_parallel_size,
             adapter_rank=0 if adapter is None else adapter.rank,
             adapter_targets=() if adapter is None else tuple(sorted({n.rpartition(".")[2] for n in adapter.modules})),
         )
-        fixed, slope = fit_activations(config, decoder, work.longest)
-        return fixed + slope * tokens
+        offset, slope = fit_activations(config, decoder, work.longest)
+        kept, forward, backward, scoring = (offset + slope * tokens).tolist()
+        if 0 < share < 1:
+            saved = share * (kept - self._activations(config, tokens, 1, adapter).kept)
+            kept, forward, backward = kept - saved, forward - saved, backward - saved
+        return ActivationBytes(kept, forward, backward, scoring)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from transformers import PreTrainedConfig
@@ -14,6 +14,7 @@ from rlightning.models.layers import Checkpointing
 from rlightning.optim import OptimizerStates
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.sharding import Automatic, CPUOffload
+from rlightning.python_values import field_values
 from rlightning.rollout import Sampling
 from rlightning.rollout.vllm.memory import EngineMemory
 from rlightning.types.batch_plan import BatchPlan
@@ -105,18 +106,15 @@ class Parallelism:
         """Whether FSDP saves communication if weights stay gathered and gradients whole until the optimizer step."""
         return self.kind == "fsdp" and self.shard_size > 1 and self.cpu_offload != "parameters"
 
+    @property
+    def automatic(self) -> list[str]:
+        """The names of the settings that are "auto"."""
+        return [name for name, value in field_values(self).items() if value == "auto"]
+
     def decided(self, *, keeps: bool) -> "Parallelism":
         """Return these settings with False for each "auto" if weights and gradients are kept, otherwise with True."""
-        return replace(
-            self,
-            reshard_after_forward=_decided(self.reshard_after_forward, not keeps),
-            reduce_every_microbatch=_decided(self.reduce_every_microbatch, not keeps),
-        )
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether no setting is "auto"."""
-        return "auto" not in (self.reshard_after_forward, self.reduce_every_microbatch)
+        changes: dict[str, Any] = dict.fromkeys(self.automatic, not keeps)
+        return replace(self, **changes)
 
     @classmethod
     def of(cls, strategy: Strategy, ranks: int) -> "Parallelism":
@@ -135,10 +133,6 @@ class Parallelism:
             has_views = bool(ddp_options(strategy).get("gradient_as_bucket_view", False))
             return cls(kind="ddp", ranks=ranks, has_gradient_buckets=not has_views)
         return cls(ranks=ranks)
-
-
-def _decided(setting: Automatic, otherwise: bool) -> bool:
-    return otherwise if setting == "auto" else bool(setting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

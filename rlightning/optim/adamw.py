@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from rlightning.optim.moments import SIGNED, OptimizerStates, pack_moment, scale_name, unpack_moment
 from rlightning.parallel import device as platform
@@ -14,13 +14,13 @@ from rlightning.parallel.gathering import split_by_bytes
 from rlightning.parallel.sharding import local_tensor
 from rlightning.protocols import StateDict
 from rlightning.seeds import mix_seed, run_seed
-from rlightning.torch_internals import with_local_tensor
+from rlightning.torch_internals import LocalAdamW, with_local_tensor
 
 State = dict[str, Tensor]
 """State of a parameter by AdamW's names: its step count and moments, and the scales of 8-bit moments."""
 
 
-class StoredMomentsAdamW(AdamW):
+class StoredMomentsAdamW(LocalAdamW):
     """AdamW that stores its moments in bfloat16, in 8 bits or in host memory, and restores them only during a step.
 
     They are restored for some parameters at a time, which limits the device memory that this needs.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, GptOssConfig, PreTrainedConfig, Qwen2Config
 
 from rlightning.errors import ConfigError
@@ -21,6 +21,7 @@ from rlightning.optim.optimizer import (
     make_optimizer,
     split_by_decay,
 )
+from rlightning.torch_internals import TorchDispatchMode
 
 
 def optimize(*parameters: nn.Parameter, **settings: Any) -> torch.optim.AdamW:
@@ -224,6 +225,45 @@ def test_numbers_with_which_nothing_is_learned(setting: dict[str, Any], message:
 def test_unknown_optimizer_states_are_refused_with_a_hint(name: Any, hint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"optimizer_states='{name}' is unknown. {hint}")):
         AdamWSettings(optimizer_states=name)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the types of the tensors that fused AdamW gets."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[type] = set()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "fused_adamw" in str(operator):
+            self.seen.update(type(tensor) for tensors in args for tensor in tensors)
+        return operator(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+def test_sharded_parameters_step_as_plain_tensors(states: Any) -> None:
+    """In torch 2.11, each step of fused AdamW on DTensors takes memory for ever."""
+    values = torch.arange(8.0).view(4, 2)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        sharded = nn.Parameter(distribute_tensor(values, mesh, [Shard(0), Replicate()]))
+        whole = nn.Parameter(values.clone())
+        optimizers = [optimize(p, lr=0.1, weight_decay=0.5, optimizer_states=states) for p in (sharded, whole)]
+        operators = Operators()
+        for step in range(3):
+            whole.grad = torch.full((4, 2), 0.5 + step)
+            sharded.grad = DTensor.from_local(whole.grad.clone(), mesh, [Shard(0), Partial()], run_check=False)
+            with operators:
+                optimizers[0].step()
+            optimizers[1].step()
+        assert operators.seen == {torch.Tensor}
+        assert isinstance(optimizers[0].state[sharded]["exp_avg"], DTensor)
+        if states == "float32":  # others are rounded by chance
+            result: Any = sharded.detach()
+            torch.testing.assert_close(result.full_tensor(), whole.detach())
+    finally:
+        dist.destroy_process_group()
 
 
 def test_global_norm_is_of_all_meshes_and_of_none() -> None:
