@@ -90,7 +90,7 @@ class VLLMRollout(RolloutCallback):
         hang_timeout: seconds without a heartbeat after which an engine counts as dead; at most 30 while it only
             samples, after its first samples.
         send_adapter: whether an adapter is sent separately, rather than merged into its base model; None to send it
-            separately if possible.
+            separately if possible: an engine that cannot start so is started again for merged weights.
         engine: additional arguments of vLLM's AsyncEngineArgs.
         kwargs: arguments of :class:`~rlightning.callbacks.RolloutCallback`.
     """
@@ -175,7 +175,7 @@ class VLLMRollout(RolloutCallback):
         longest_prompt = max_prompt_tokens if self.is_single_turn else None  # the prompts of later turns are longer
         configs = self.options.configure(module, device, sampling, longest_prompt, run_dir(trainer))
         configs = [replace(config, files=files, copies=copies) for config in configs]
-        self.options.choose_adapter(module)
+        self.options.choose_adapter(module, configs[0])
         if self.options.placement == "standalone":
             self._engines = standalone_engines(configs, keeps_cache=self.keeps_cache)
         else:

@@ -70,6 +70,19 @@ class EngineStartError(EngineError, ConfigError):
     """The rollout engine cannot start with this configuration; the message has the engine's reason."""
 
 
+class AdapterRefusedError(EngineStartError):
+    """The rollout engine cannot start with room for the run's adapter.
+
+    Args:
+        message: the line.
+        reason: the engine's reason alone, as part of a line.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class EngineDiedError(EngineError):
     """The engine has ended or does not answer; samples that were already finished are kept."""
 

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from rlightning.errors import ConfigError, check_rules, did_you_mean
 from rlightning.foreign_text import cut_line
-from rlightning.models.adapter_files import CONFIG_FILE, check_files, stored_name
+from rlightning.models.adapter_files import CONFIG_FILE, check_files, find_folder, stored_name
 from rlightning.models.counts import build_empty, num_experts
 from rlightning.models.layers import decoder_layers
 from rlightning.models.quantized import QuantizedBase, import_torchao
@@ -22,6 +23,10 @@ log = logging.getLogger(__name__)
 ALL_LINEAR = "all-linear"
 """The target of every linear layer of the model's blocks."""
 DEFAULT_RANK = 32
+PATTERN = re.compile(r"[][()*+?^$|\\{}]")
+"""Characters of regular expressions that no module's name has."""
+MAX_NAMES = 8
+"""Most layers that an error lists."""
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Prefixes of PEFT's ``init_lora_weights`` for adapters that need a modified base."""
 READ = {
@@ -42,7 +47,7 @@ class Adapter:
         target_modules: names of linear layers, or endings of names such as ``q_proj``; None for those of the folder, or
             "all-linear", which is all linear layers in the model's blocks.
         use_rslora: scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732); None for the value of the folder, or False.
-        path: a folder in PEFT's format with initial values; None for additions of zero.
+        path: a folder in PEFT's format with initial values, or its name on the hub; None for additions of zero.
         quantize_base: store the frozen matrices of the model's blocks in 8 bits ("int8") or 4 ("nf4"), by torchao; None
             for the dtype of the computation.
     """
@@ -241,14 +246,34 @@ def match_targets(
                 f"adapter.target_modules: '{target}' is one text. Write a list of names: [{', '.join(names)}]."
             )
         if not any(is_match(name, target) for name in layers):
-            known = [*sorted({name.rpartition(".")[2] for name in layers}), ALL_LINEAR]
+            if PATTERN.search(target):
+                raise ConfigError(f"adapter.target_modules: '{target}' is a pattern. {_list_matches(target, layers)}")
             others = build_empty(config).named_modules()
             kind = next((type(module).__name__ for name, module in others if name and is_match(name, target)), None)
             found = (
                 "is no module of the model" if kind is None else f"is a {kind}, no linear layer of the model's blocks"
             )
-            raise ConfigError(f"adapter.target_modules: '{target}' {found}. {did_you_mean(target, known)}")
+            hint = did_you_mean(target, _comparable_names(target, layers))
+            raise ConfigError(f"adapter.target_modules: '{target}' {found}. {hint}")
     return {name: sizes for name, sizes in layers.items() if any(is_match(name, target) for target in wanted)}
+
+
+def _comparable_names(target: str, layers: Iterable[str]) -> list[str]:
+    """Return the ends of the layers' names with as many parts as ``target``, such as ``self_attn.q_proj`` for two."""
+    num_parts = target.count(".") + 1
+    ends = sorted({".".join(name.split(".")[-num_parts:]) for name in layers})
+    return ends if num_parts > 1 else [*ends, ALL_LINEAR]
+
+
+def _list_matches(pattern: str, layers: Mapping[str, object]) -> str:
+    """Return the way out for a regular expression, which PEFT takes: the list of the layers that it matches."""
+    try:
+        matches = [name for name in layers if re.fullmatch(pattern, name)]
+    except re.error:
+        matches = []
+    names = shorten(dict.fromkeys(matches or layers), layers)
+    more = ", ..." if len(names) > MAX_NAMES else ""
+    return f"Write a list of names: [{', '.join(names[:MAX_NAMES])}{more}]."
 
 
 def is_match(name: str, target: str) -> bool:
@@ -274,7 +299,7 @@ def _read_folder(adapter: Adapter, model: str, layers: Mapping[str, tuple[int, i
         layers: rows and columns of the weight of each linear layer, by the layer's name.
         config: configuration of the base model.
     """
-    peft, folder = import_peft(), Path(str(adapter.path)).expanduser()
+    peft, folder = import_peft(), find_folder(str(adapter.path))
     where = f"adapter.path='{folder}'"
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{where} has no {CONFIG_FILE}. Name a folder that PEFT or SaveHF has written.")

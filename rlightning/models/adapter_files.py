@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,6 +21,25 @@ PICKLED_FILE = "adapter_model.bin"
 """PEFT's file of weights without safetensors, which is not read: unpickling can run code."""
 BASE_DIGEST = "base_digest"
 """The key of a file's metadata for the digest of the base on which an adapter was trained."""
+
+
+def find_folder(path: str) -> Path:
+    """Return an adapter's folder; for a name on the hub such as ``owner/name``, that of its downloaded files.
+
+    Raises:
+        ConfigError: there is no such folder, and the hub has no such adapter or cannot be reached.
+    """
+    folder = Path(path).expanduser()
+    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
+        return folder
+    try:
+        hf_hub_download(path, WEIGHTS_FILE)
+        return Path(hf_hub_download(path, CONFIG_FILE)).parent
+    except (EntryNotFoundError, HFValidationError, OSError) as error:
+        raise ConfigError(
+            f"adapter.path='{path}' is no folder, and no adapter of that name was read from the hub: "
+            f"{cut_line(error).rstrip('.')}. Name a folder that PEFT or SaveHF has written."
+        ) from error
 
 
 def stored_name(module: str, factor: str) -> str:

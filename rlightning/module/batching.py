@@ -334,7 +334,7 @@ def join_families(
     prefix once.
 
     Args:
-        prefixes: the shared prefixes of all sequences.
+        prefixes: of all sequences, from :func:`find_long_prefixes`.
         lengths: [N], in tokens.
         max_tokens: maximum tokens of a family; a larger family is split, and each part computes the prefix.
         path_share: memory of a shared token, whose key and value are copied, as a share of a computed token's memory.
@@ -347,7 +347,7 @@ def join_families(
     for n in prefixes.order:
         shared = int(prefixes.lengths[n])
         added = lengths[n] - (1 - path_share) * shared
-        if families and shared >= MIN_SHARED * lengths[n] and tokens[-1] + added <= max_tokens:
+        if families and shared and tokens[-1] + added <= max_tokens:
             families[-1].append(n)
             tokens[-1] += added
         else:

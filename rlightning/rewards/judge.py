@@ -70,7 +70,13 @@ class Judge(CheckedArguments):
             409, 425, 429 and from 500 on.
         cache: file with earlier answers, which are not requested again; runs may share it. None for no file.
         request: additional keys of each request, such as ``{max_tokens: 512}``; null removes a default key.
+
+    Attributes:
+        repeat_argument: name of an argument of calls, no name of a rubric's field: if it is true, the API is requested
+            even if the cache has the answer, and its answer is not cached.
     """
+
+    repeat_argument = "*repeats"
 
     def __init__(
         self,
@@ -147,7 +153,7 @@ class Judge(CheckedArguments):
             JudgeError: the judge could not score the sample.
         """
         body = self._make_request(given)
-        answers = self._connect().answers
+        answers = None if given.get(self.repeat_argument) else self._connect().answers
         return self.read(await (self._ask(body) if answers is None else self._ask_once(body, answers)))
 
     def read(self, answer: str) -> float:

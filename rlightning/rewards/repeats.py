@@ -19,8 +19,8 @@ class Repeat(NamedTuple):
 
     Attributes:
         first: results in the step; NaN for a failure or None.
-        again: results of the repeated calls, in the same order; None for calls that did not return in time.
-        seconds: duration of the repeated calls, up to the time limit.
+        again: results of the repeated calls, in the same order; None for calls that have not returned or were not made.
+        seconds: duration of the repeated calls, up to the time limit; 0 if they were not made.
     """
 
     first: Sequence[float]
@@ -36,6 +36,7 @@ def describe_repeat(
     num_parallel: int,
     deadline: float,
     everywhere: Sequence[float] | None = None,
+    is_final: bool = True,
 ) -> str | None:
     """Return a warning if a reward function is not deterministic, rewards all completions equally, or is slow.
 
@@ -46,13 +47,34 @@ def describe_repeat(
         num_parallel: number of concurrent calls.
         deadline: seconds for which other ranks wait for a step's rewards.
         everywhere: the function's results on all ranks; None or empty for a single rank.
+        is_final: whether no further call will return; otherwise :func:`describe_noise` follows.
     """
     speed = _describe_speed(repeat, len(all_values), num_parallel, deadline)
-    said = "; ".join(filter(None, (_describe_noise(repeat), _describe_values(everywhere or all_values), speed)))
+    noise = (_describe_differences(repeat), _describe_unknown(repeat)) if is_final else ()
+    return _join(name, *noise, _describe_values(everywhere or all_values), speed)
+
+
+def describe_noise(name: str, repeat: Repeat) -> str | None:
+    """Return a warning if a reward function is not deterministic, or if that is unknown."""
+    return _join(name, _describe_differences(repeat), _describe_unknown(repeat))
+
+
+def _join(name: str, *findings: str | None) -> str | None:
+    said = "; ".join(filter(None, findings))
     return f"Reward '{name}': {said}. model.check_rewards: false leaves this check out." if said else None
 
 
-def _describe_noise(repeat: Repeat) -> str | None:
+def _describe_unknown(repeat: Repeat) -> str | None:
+    """Return a sentence about calls that have not returned, whose results may differ; None if there are none."""
+    num_late = sum(outcome is None for outcome in repeat.again)
+    if not num_late:
+        return None
+    late = f"{num_late} of {len(repeat.again)} second calls had not returned after {repeat.seconds:.2g} s"
+    why = late if repeat.seconds else "it was not asked again, as another function's late calls were still running"
+    return f"{why}: how much its results differ from call to call is unknown"
+
+
+def _describe_differences(repeat: Repeat) -> str | None:
     """Return a sentence about how much the results of two calls differ; None if they are equal."""
     pairs = [
         (first, math.nan if outcome.value is None else outcome.value)

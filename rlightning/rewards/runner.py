@@ -2,11 +2,11 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlightning.errors import ConfigError, check_rules
 from rlightning.processes.cpu_cores import num_cores
@@ -15,7 +15,7 @@ from rlightning.rewards.config import GIVEN, TURNS, Reward, bind_rewards
 from rlightning.rewards.event_loop import MAX_CONCURRENT
 from rlightning.rewards.pool import RewardPool
 from rlightning.rewards.references import choose_evenly, report_unrewarded
-from rlightning.rewards.repeats import REPEAT_SECONDS, REPEATED_CALLS, Repeat, describe_repeat
+from rlightning.rewards.repeats import REPEAT_SECONDS, REPEATED_CALLS, Repeat, describe_noise, describe_repeat
 from rlightning.rewards.sources import KeptSources
 from rlightning.rewards.tally import FailureCount, RewardScores, Tally
 
@@ -29,6 +29,22 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_WORKERS = 8
 CHECK_SECONDS = 1.5
 """Maximum seconds for checking reference answers, after the first of them."""
+
+
+class LateRepeat(NamedTuple):
+    """The repeated calls of an async function that have not all returned.
+
+    Attributes:
+        name: name of the reward function.
+        repeat: the results so far.
+        begun: when the calls were made, by ``perf_counter``.
+        calls: the calls.
+    """
+
+    name: str
+    repeat: Repeat
+    begun: float
+    calls: "list[Future[RewardResult]]"
 
 
 class RewardRunner:
@@ -86,12 +102,13 @@ class RewardRunner:
         self._opened: tuple[int, RewardPool] | None = None  # this process's loop, once there are calls
         # The calls by function, by the id() of a trajectory's turns, which the trajectory keeps alive.
         self._submitted: dict[int, tuple[Trajectory, dict[int, Future[RewardResult]]]] = {}
+        self._late_repeats: list[LateRepeat] = []
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy: the functions, without processes and running calls."""
-        return self.__dict__ | {"_opened": None, "_submitted": {}}
+        return self.__dict__ | {"_opened": None, "_submitted": {}, "_late_repeats": []}
 
     def check(self, columns: Sequence[str], source: str) -> None:
         """Raise a ConfigError if a prompt set lacks a column that a reward function requires."""
@@ -168,6 +185,7 @@ class RewardRunner:
         if not self.functions:
             raise ConfigError("There is no reward function. Give at least one by model.rewards.")
         self.sources.report_changes()
+        self._report_late_repeats()
         calls: dict[Future[RewardResult], tuple[int, int]] = {}  # function and trajectory
         for place, trajectory in enumerate(trajectories):
             _, begun = self._submitted.pop(id(trajectory.turns), (None, {}))
@@ -194,7 +212,8 @@ class RewardRunner:
         """Score a few trajectories again by each function, and warn if results differ, are all equal, or take too long.
 
         This takes at most :data:`~rlightning.rewards.repeats.REPEAT_SECONDS`: functions are called one after another,
-        each with its share of the time, and late calls are cancelled. Functions of weight 0 are left out, and sync
+        each with its share of the time. Late calls of async functions go on, and are compared by a later :meth:`score`
+        or by :meth:`close`; those of sync functions are cancelled. Functions of weight 0 are left out, and sync
         functions after a late one, whose calls still occupy the processes.
 
         Args:
@@ -206,35 +225,54 @@ class RewardRunner:
         is_busy = False
         for f in asked:
             function, values = self.functions[f], scores[self.functions[f].name].tolist()
-            chosen = [] if is_busy and not function.is_async else trajectories[:REPEATED_CALLS]
-            again, seconds = self._ask_again(f, chosen, REPEAT_SECONDS / len(asked))
-            is_busy |= None in again and not function.is_async
+            chosen = trajectories[:REPEATED_CALLS]
+            repeat, is_final = Repeat(values[: len(chosen)], [None] * len(chosen), 0.0), True
+            if function.is_async or not is_busy:
+                begun, calls = perf_counter(), self._ask_again(f, chosen, REPEAT_SECONDS / len(asked))
+                repeat = repeat._replace(again=read_results(calls), seconds=perf_counter() - begun)
+                is_final = not function.is_async or all(map(Future.done, calls))
+                if is_final:
+                    is_busy |= not all(map(Future.done, calls))
+                    cancel_calls(calls)
+                else:
+                    self._late_repeats.append(LateRepeat(function.name, repeat, begun, calls))
             num_parallel = MAX_CONCURRENT if function.is_async else self.num_workers
             line = describe_repeat(
                 function.name,
-                Repeat(values[: len(chosen)], again, seconds),
+                repeat,
                 values,
                 num_parallel=num_parallel,
                 deadline=deadline,
                 everywhere=[value for results in ranks for value in results.get(function.name, ())],
+                is_final=is_final,
             )
             if line is not None:
                 logger.warning("%s", line)
 
     def _ask_again(
         self, function: int, trajectories: "Sequence[Trajectory]", timeout: float
-    ) -> tuple[list[RewardResult | None], float]:
-        """Repeat some calls; return the results, None for those cancelled after the timeout, and the duration."""
-        begun = perf_counter()
-        calls = [self._submit(function, trajectory) for trajectory in trajectories]
-        done, late = wait(calls, timeout=timeout)
-        seconds = perf_counter() - begun
-        for call in late:
-            call.cancel()
-        return [call.result() if call in done and call.exception() is None else None for call in calls], seconds
+    ) -> "list[Future[RewardResult]]":
+        """Repeat some calls, past a cache if the function has one, and wait for them until the timeout."""
+        past_cache = getattr(self.functions[function].function, "repeat_argument", None)
+        extra = {} if past_cache is None else {past_cache: True}
+        calls = [self._submit(function, trajectory, extra) for trajectory in trajectories]
+        wait(calls, timeout=timeout)
+        return calls
+
+    def _report_late_repeats(self, *, is_over: bool = False) -> None:
+        """Warn about the noise that late repeated calls show, once they have all returned, or ``is_over``."""
+        over = [late for late in self._late_repeats if is_over or all(map(Future.done, late.calls))]
+        self._late_repeats = [late for late in self._late_repeats if late not in over]
+        for late in over:
+            repeat = late.repeat._replace(again=read_results(late.calls), seconds=perf_counter() - late.begun)
+            cancel_calls(late.calls)
+            line = describe_noise(late.name, repeat)
+            if line is not None:
+                logger.warning("%s", line)
 
     def close(self) -> None:
         """End the worker processes, and cancel submitted calls; later calls start new processes."""
+        self._report_late_repeats(is_over=True)
         self._cancel_submitted()
         if self._opened is not None and self._opened[0] == os.getpid():
             self._opened[1].close()
@@ -242,8 +280,7 @@ class RewardRunner:
 
     def _cancel_submitted(self) -> None:
         for _, calls in self._submitted.values():
-            for call in calls.values():
-                call.cancel()
+            cancel_calls(calls.values())
         self._submitted.clear()
 
     @property
@@ -252,9 +289,22 @@ class RewardRunner:
             self._opened = os.getpid(), RewardPool(self.functions, self.sources, self.num_workers)
         return self._opened[1]
 
-    def _submit(self, function: int, trajectory: "Trajectory") -> "Future[RewardResult]":
+    def _submit(
+        self, function: int, trajectory: "Trajectory", extra: Mapping[str, object] | None = None
+    ) -> "Future[RewardResult]":
         arguments = self.functions[function].select(_given(trajectory), trajectory.prompt.columns)
-        return self._pool.submit(function, arguments)
+        return self._pool.submit(function, arguments | dict(extra or {}))
+
+
+def read_results(calls: "Sequence[Future[RewardResult]]") -> list[RewardResult | None]:
+    """Return the results of calls; None for those that have not returned, or have none."""
+    return [call.result() if call.done() and not call.cancelled() and not call.exception() else None for call in calls]
+
+
+def cancel_calls(calls: "Iterable[Future[RewardResult]]") -> None:
+    """Cancel those of the calls that have not returned."""
+    for call in calls:
+        call.cancel()
 
 
 def _given(trajectory: "Trajectory") -> dict[str, object]:

@@ -33,6 +33,7 @@ class EngineConfig:
         start_timeout: maximum seconds until the engine is up.
         hang_timeout: seconds without a heartbeat after which the engine counts as dead; at most
             ``intervals.ENGINE_PROGRESS_TIMEOUT`` while it samples, except for its first samples.
+        may_merge: whether an engine that cannot start with room for the adapter is started again for merged weights.
         environment: additional environment variables of the engine's process.
         files: the model's files, as the trainer has read them; None in ``rlightning serve``.
         copies: contents, by name, of the model folder's files other than weights, with which an engine can be restarted
@@ -50,6 +51,7 @@ class EngineConfig:
     bucket_bytes: int = 2 << 30
     start_timeout: float = 600.0
     hang_timeout: float = 120.0
+    may_merge: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     files: "ModelFiles | None" = None
     copies: Mapping[str, bytes] = field(default_factory=dict, repr=False)

@@ -241,6 +241,7 @@ class EngineOptions:
             bucket_bytes=self.bucket_bytes,
             start_timeout=self.start_timeout,
             hang_timeout=self.hang_timeout,
+            may_merge=self.send_adapter is None,
         )
 
     def adapter_obstacle(self, module: object) -> str | None:
@@ -250,26 +251,36 @@ class EngineOptions:
             ConfigError: ``send_adapter`` is true, and an adapter cannot be sent.
         """
         adapter = adapter_of(module)
-        if adapter is None:
-            return None
+        config = module.model_config if has(module, HasConfig) else None
+        return None if adapter is None else self._find_obstacle(adapter, config)
+
+    def _find_obstacle(self, adapter: AdapterSettings, config: object) -> str | None:
+        """Return why an adapter is merged (:meth:`adapter_obstacle`); without vLLM's source it is taken to be sent."""
         if self.send_adapter is False:
             return "rollout.send_adapter=false"
-        config = module.model_config if has(module, HasConfig) else None
-        obstacle = find_obstacle(adapter, config) if isinstance(config, PreTrainedConfig) else None
+        has_source = importlib.util.find_spec("vllm") is not None
+        obstacle = find_obstacle(adapter, config) if has_source and isinstance(config, PreTrainedConfig) else None
         if obstacle is not None and self.send_adapter:
             raise ConfigError(
                 f"rollout.send_adapter=true cannot be: {obstacle}. Leave it out to send base and adapter merged."
             )
         return obstacle
 
-    def choose_adapter(self, module: object) -> None:
-        """Set ``module.sends_adapter``, whether its adapter is sent to engines separately; log the reason if not."""
+    def choose_adapter(self, module: object, config: EngineConfig) -> None:
+        """Set ``module.sends_adapter``, whether its adapter is sent to engines separately; log the reason if not, and
+        if ``config`` has engines that sleep, which then need the base again.
+        """
         if not has(module, HasAdapter) or module.adapter is None:
             return
         obstacle = self.adapter_obstacle(module)
         module.sends_adapter = obstacle is None
         if obstacle is not None and global_rank() == 0:
             log.info("Engines are sent base and adapter merged, rounded to their dtype: %s.", obstacle)
+        elif config.can_sleep and global_rank() == 0:
+            log.info(
+                "Engines sleep during updates, and then lose the base: each weight sync sends it with the adapter. "
+                "rollout.sleep: false, if the device has room for both, sends the adapter alone."
+            )
 
     def plan_memory(
         self,
@@ -292,7 +303,8 @@ class EngineOptions:
             adapter: the adapter that is trained; None if the weights are trained.
 
         Raises:
-            ConfigError: the engines cannot be distributed over the ranks.
+            ConfigError: the engines cannot be distributed over the ranks, or ``send_adapter`` is true and an adapter
+                cannot be sent.
         """
         size, device = self.devices_per_engine, torch.device("cuda")
         if self.placement == "standalone":
@@ -302,7 +314,7 @@ class EngineOptions:
         given = {"dtype": self.engine_dtype(device), "gpu_memory_utilization": self.memory_share / self.num_engines}
         arguments = {"max_model_len": longest} | derive_settings(work, given | self._given, is_cuda=True)
         engine = read_engine(config, arguments, num_engines=self.num_engines, can_sleep=self.sleep)
-        if adapter is None or self.send_adapter is False:
+        if adapter is None or self._find_obstacle(adapter, config) is not None:  # or it is merged
             return engine
         itemsize = self.itemsize(device)
         places = self.num_engines * place_bytes(adapter, itemsize)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from rlightning import intervals
-from rlightning.errors import EngineDiedError, EngineError, EngineStartError
+from rlightning.errors import AdapterRefusedError, EngineDiedError, EngineError, EngineStartError
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.collectives import any_rank, global_rank, world_size
 from rlightning.processes.liveness import RestartPolicy
@@ -26,6 +26,7 @@ from rlightning.protocols import HasAdapter, has
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.placement import COLLECTOR_RANK, lent_devices
+from rlightning.rollout.vllm.adapter_support import without_adapter
 from rlightning.rollout.weight_sync import RankSamplers, SamplerStates
 from rlightning.rollout.weights import WeightSource
 from rlightning.rollout.weights.driver import WeightSender, WeightUpdater
@@ -89,11 +90,11 @@ class RankEngines(RankSamplers):
         """Wait until the first of the started engines is up or has failed.
 
         Raises:
-            EngineStartError: that engine could not start.
+            EngineStartError: that engine could not start, and is not started again for merged weights.
         """
         starts = [engine.ready for engine in self.samplers if engine.process is not None]
         for start in wait(starts, return_when=FIRST_COMPLETED).done:
-            if isinstance(error := start.exception(), EngineStartError):
+            if isinstance(error := start.exception(), EngineStartError) and not self._will_merge(error):
                 raise error
 
     @property
@@ -146,6 +147,8 @@ class RankEngines(RankSamplers):
             engine = self.samplers[number]
             error = engine.error
             assert error is not None, "it is dead"
+            if self._will_merge(error):
+                continue  # all ranks start theirs again: merge_adapter
             if not isinstance(error, EngineDiedError):
                 if self.is_colocated and not self._has_served:
                     raise error
@@ -161,6 +164,26 @@ class RankEngines(RankSamplers):
                 error = EngineError(f"The engine died twice in one step. {error.line}", error.details)
             self._lost[number] = error
             log.warning("%s is not restarted: %s", self._describe(number), error.line)
+
+    def merge_adapter(self) -> None:
+        """Start this rank's engines again, without room for an adapter: they get base and adapter merged."""
+        self.config = self._without_adapter(self.config)
+        if self._updater is not None:
+            self._updater.close()  # it sends them separately
+            self._updater = None
+        for engine in self.samplers:
+            engine.close()
+            engine.config = self._without_adapter(engine.config)
+            engine.start()
+
+    @staticmethod
+    def _without_adapter(config: EngineConfig) -> EngineConfig:
+        return replace(config, engine_args=without_adapter(config.engine_args))
+
+    def _will_merge(self, error: EngineError | None) -> bool:
+        """Return whether an engine that ended with ``error`` is started again for merged weights."""
+        is_refusal = isinstance(error, AdapterRefusedError)
+        return is_refusal and self.config.has_adapter and self.config.may_merge and not self._has_served
 
     def reset_restart_budget(self) -> None:
         """Allow one more restart of each engine; called at the beginning and at the end of a step."""
@@ -209,7 +232,13 @@ class RankEngines(RankSamplers):
             num_living=len(living),
             num_samplers=len(self.samplers),
             error=next(reversed(self._lost.values()), None),
+            refusal=next(filter(None, map(self._find_refusal, living)), ""),
         )
+
+    def _find_refusal(self, engine: Engine) -> str:
+        """Return why an engine cannot start with room for the adapter, if it gets merged weights instead; else ""."""
+        error = engine.error
+        return error.reason if isinstance(error, AdapterRefusedError) and self._will_merge(error) else ""
 
     def update_weights(
         self, source: WeightSource, weight_version: int, on_loaded: Callable[[], None], *, unproven: bool = False

@@ -4,6 +4,7 @@ The same code is used for engines (:class:`~rlightning.rollout.rank_engines.Rank
 trainer's process (:class:`~rlightning.rollout.in_process.InProcessSamplers`).
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -12,13 +13,15 @@ from typing import NamedTuple
 
 from rlightning.errors import EngineDiedError, EngineError
 from rlightning.hooks import RLCallback, fire
-from rlightning.parallel.collectives import gather_objects
+from rlightning.parallel.collectives import gather_objects, global_rank
 from rlightning.protocols import HasAdapter, Loop, SampledPolicy, has
 from rlightning.rollout.canary import Verification, VerifiedSampler
 from rlightning.rollout.engine_pool import EngineId, EnginePool
 from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.weights import WeightSource
 from rlightning.rpc.client import LoopThread
+
+log = logging.getLogger(__name__)
 
 
 class SamplerStates(NamedTuple):
@@ -30,6 +33,7 @@ class SamplerStates(NamedTuple):
         num_living: number of samplers that run, or will be restarted.
         num_samplers: number of all samplers of the rank.
         error: error of the last sampler that will not be restarted; None if there is none.
+        refusal: why a sampler cannot start with room for the adapter, if it can get merged weights; "" if none.
     """
 
     is_stale: bool
@@ -37,6 +41,7 @@ class SamplerStates(NamedTuple):
     num_living: int
     num_samplers: int
     error: EngineError | None = None
+    refusal: str = ""
 
 
 class RankSamplers(ABC):
@@ -70,6 +75,10 @@ class RankSamplers(ABC):
 
     def wait_for_start(self) -> None:
         """Block until :attr:`is_starting` is false: enough samplers have started, or died, for the run to continue."""
+        return
+
+    def merge_adapter(self) -> None:
+        """Restart the samplers so that they get base and adapter merged; called after a refusal on any rank."""
         return
 
     def needs_sync(self) -> bool:
@@ -143,6 +152,9 @@ class WeightSync:
                 self._wait_for_start()
             states = gather_objects(samplers.states(version), name="weights are there")
             check_living(states)
+            if refusal := next((state.refusal for state in states if state.refusal), ""):
+                self._merge_adapter(refusal)
+                continue
             if not any(state.is_stale for state in states):
                 break
             if samplers.can_sleep and any(state.serving for state in states):
@@ -176,6 +188,20 @@ class WeightSync:
             fire(self._trainer, self._module, "on_engine_start")
             self._samplers.wait_for_start()
             fire(self._trainer, self._module, "on_engine_ready")
+
+    def _merge_adapter(self, reason: str) -> None:
+        """Have all engines start again for merged weights, as they cannot start with room for the adapter."""
+        assert has(self._module, HasAdapter), "engines were started for its adapter"
+        if global_rank() == 0:
+            log.warning(
+                "Engines are sent base and adapter merged, rounded to their dtype: vLLM cannot start with an adapter "
+                "of this model (%s). rollout.send_adapter: false spares the attempt.",
+                reason,
+            )
+        self._module.sends_adapter = False
+        if self._samplers.can_sleep:  # a starting engine allocates all of its memory immediately
+            self._memory.on_weight_sync_start(self._trainer, self._module, self._module.weight_version)
+        self._samplers.merge_adapter()
 
     def _prove_adapter(self) -> None:
         """Send a test adapter to engines that have not yet been shown to apply one; a new one changes no outputs."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_models import engine_config
 from engine_run import (
     Origins,
     Witness,
@@ -23,6 +24,8 @@ from engine_run import (
     make_trainer,
     versions,
 )
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_processes import finish, start_calls
 from tiny import full_weights
 from transformers import GPTBigCodeConfig, Olmo2Config, PreTrainedConfig
@@ -34,28 +37,46 @@ from rlightning.hooks import RLCallback
 from rlightning.models import Adapter
 from rlightning.models.adapter import linear_layers
 from rlightning.parallel.fsdp import FSDP
+from rlightning.rollout import engine_options
 from rlightning.rollout.vllm.adapter_support import find_model_class, find_obstacle, supported_rank, supports_adapters
 
 ADAPTER = Adapter(rank=4)
 
 
-def fit(folder: Path, model: str, rollout: RolloutCallback, **kwargs: Any) -> tuple[Any, Witness]:
+def fit(
+    folder: Path,
+    model: str,
+    rollout: RolloutCallback,
+    *callbacks: Callback,
+    ckpt_path: Path | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Witness]:
     """A run whose learning rate changes the adapter by far more than the canary tolerates, in each step."""
     torch.manual_seed(0)
     witness = Witness()
     module = make_module(model, adapter=ADAPTER, kl_coef=0.1, lr=0.1, validate_first=False)
-    trainer = make_trainer(folder, 3, rollout, witness, **kwargs)
-    trainer.fit(module, make_data(folder))
+    trainer = make_trainer(folder, 3, rollout, witness, *callbacks, **kwargs)
+    trainer.fit(module, make_data(folder), ckpt_path=ckpt_path)
     return module, witness
+
+
+@pytest.fixture(scope="module")
+def saved(engine_model: str, tmp_path_factory: pytest.TempPathFactory, starts_processes: None) -> tuple[Any, ...]:
+    """A run with an engine that is sent the adapter; its module, its witness and its checkpoint after two steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    return *fit(folder, engine_model, make_rollout(), saves, enable_checkpointing=True), folder / "step=2.ckpt"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("sends", [None, False])
 def test_what_is_sampled_is_the_adapted_actors(
-    sends: bool | None, engine_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sends: bool | None, saved: tuple[Any, ...], engine_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    module, witness = fit(tmp_path, engine_model, make_rollout(send_adapter=sends))
+    module, witness, _ = (
+        saved if sends is None else (*fit(tmp_path, engine_model, make_rollout(send_adapter=sends)), None)
+    )
     assert module.sends_adapter is (sends is None)
     assert len(witness.steps) == 3
     for number, step in enumerate(witness.steps):
@@ -67,6 +88,46 @@ def test_what_is_sampled_is_the_adapted_actors(
     assert ("sent base and adapter merged, rounded to their dtype: rollout.send_adapter=false" in caplog.text) is (
         sends is False
     )
+
+
+@pytest.mark.parametrize("can_sleep", [True, False])
+def test_start_says_that_an_engine_that_sleeps_is_sent_the_base_again(
+    can_sleep: bool, engine_model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    module = make_module(engine_model, adapter=ADAPTER)
+    config = replace(engine_config(engine_model, Path("engine.log")), can_sleep=can_sleep)
+    make_rollout().options.choose_adapter(module, config)
+    assert module.sends_adapter
+    assert ("each weight sync sends it with the adapter. rollout.sleep: false" in caplog.text) is can_sleep
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_resumed_run_sends_and_proves_the_restored_adapter(
+    saved: tuple[Any, ...], engine_model: str, tmp_path: Path
+) -> None:
+    module, witness = fit(tmp_path, engine_model, make_rollout(), ckpt_path=saved[2])
+    assert module.sends_adapter and module.weight_version == 3
+    assert [event for event in witness.events if event.startswith("sync")] == ["sync 2", "sync 2"]
+    assert versions(witness.batches[0]) == [2] and witness.steps[0]["policy/rollout_gap_max"] < 1e-4
+    assert witness.steps[0]["policy/kl"] > 0.01  # it is not a new one
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("placement", ["colocated", "standalone"])
+def test_engine_that_cannot_wrap_a_layer_starts_again_for_merged_weights(
+    placement: Any, engine_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which only vLLM's start shows."""
+    norms = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["norm"]}  # no linear layers
+    monkeypatch.setattr(engine_options, "engine_arguments", lambda adapter: norms)
+    module, witness = fit(tmp_path, engine_model, make_rollout(placement=placement))
+    assert module.sends_adapter is False and len(witness.steps) == 3
+    assert all(step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps)
+    (line,) = [record.getMessage() for record in caplog.records if "sent base and adapter merged" in record.message]
+    assert "LoRA target module model." in line and "rollout.send_adapter: false spares the attempt" in line
 
 
 class HoldEngine(RLCallback):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from planned import COLOCATED, FSDP_ALONE, LARGE, SMALL, TWO_PROMPTS, colocated
 from tiny import save_model
+from transformers import Qwen3Config
 
 from rlightning.callbacks import VLLMRollout
 from rlightning.cli.plan import parse_work, plan
@@ -81,9 +82,14 @@ def test_the_adapter_is_its_own_reference() -> None:
 
 
 @pytest.mark.long
+def of_class(name: str) -> Qwen3Config:
+    """The configuration of a model that vLLM runs by its class of this name."""
+    return Qwen3Config(**SMALL.to_dict() | {"architectures": [name]})
+
+
 def test_an_engine_has_room_for_the_adapter() -> None:
     rollout = VLLMRollout()
-    bare = Work(config=SMALL, batch=TWO_PROMPTS, longest=1280)
+    bare = Work(config=of_class("Qwen3ForCausalLM"), batch=TWO_PROMPTS, longest=1280)
     every = adapter_of(SMALL, rank=16)
     one = resolve_adapter(Adapter(rank=16, target_modules=["q_proj"]), "model", SMALL)
     engines = [rollout.plan_memory(replace(bare, adapter=lora), 256).engine for lora in (None, every, one)]
@@ -92,6 +98,11 @@ def test_an_engine_has_room_for_the_adapter() -> None:
     rooms = [2 * every.num_parameters, 2 * one.num_parameters]
     assert [engine.weights - engines[0].weights for engine in engines[1:] if engine is not None] == rooms
     assert [engine.asleep - engines[0].asleep for engine in engines[1:] if engine is not None] == rooms
+    # merged, it takes none: for want of support, or as the user says
+    other = replace(bare, config=of_class("BloomForCausalLM"), adapter=every)
+    assert rollout.plan_memory(other, 256).engine == rollout.plan_memory(replace(other, adapter=None), 256).engine
+    merged = VLLMRollout(send_adapter=False).plan_memory(replace(bare, adapter=every), 256)
+    assert merged.engine == engines[0]
     memory = MemoryPlan(COLOCATED, read_device_memory("H200"))
     assert memory.with_engine(asleep=1000).update().contexts - memory.update().contexts == 1000
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import make_batch, refused, save_model
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from rlightning.errors import ConfigError
-from rlightning.models import Adapter, load_config, load_policy, packed_logprobs
+from rlightning.models import Adapter, adapter_files, load_config, load_policy, packed_logprobs
 from rlightning.models.adapter import LoRA, resolve_adapter
 from rlightning.models.adapter_files import base_digest
 from rlightning.models.adapter_layers import (
@@ -95,6 +96,17 @@ def test_targets_are_ends_of_names(model: str) -> None:
         ({"rank": 100_000}, r"adapter\.rank=100000 is more than the matrices themselves have, at most 32"),
         ({"target_modules": []}, r"adapter\.target_modules names no layers"),
         ({"target_modules": ["q_prj"]}, r"'q_prj' is no module of the model\. Did you mean 'q_proj'\?"),
+        ({"target_modules": ["self_attn.q_prj"]}, r"is no module of the model\. Did you mean 'self_attn\.q_proj'\?"),
+        ({"target_modules": ["self_atn.q_proj"]}, r"is no module of the model\. Did you mean 'self_attn\.q_proj'\?"),
+        (
+            {"target_modules": "model.layers.1.self_attn.q_prj"},
+            r"is no module of the model\. Did you mean 'model\.layers\.1\.self_attn\.q_proj'\?",
+        ),
+        (
+            {"target_modules": r".*\.(q|v)_proj"},
+            r"_proj' is a pattern\. Write a list of names: \[q_proj, v_proj\]",
+        ),
+        ({"target_modules": "(q"}, r"'\(q' is a pattern\. Write a list of names: \[down_proj, .*, v_proj\]"),
         ({"target_modules": "all_linear"}, r"'all_linear' is no module of the model\. Did you mean 'all-linear'\?"),
         (
             {"target_modules": "q_proj,v_proj"},
@@ -319,6 +331,20 @@ def test_adapter_of_layer_outside_blocks_is_refused(model: str, tmp_path: Path, 
     save_peft(model, tmp_path, target_modules=targets)
     with refused(r"adapts 'lm_head', outside of the model's blocks.* without 'lm_head' in target_modules"):
         resolve(model, path=tmp_path)
+
+
+def test_a_path_may_be_a_name_on_the_hub(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_peft(model, tmp_path)
+
+    def download(name: str, file: str) -> str:
+        if name != "someone/adapter":
+            raise LocalEntryNotFoundError("the hub cannot be reached")
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(adapter_files, "hf_hub_download", download)
+    assert resolve(model, path="someone/adapter") == resolve(model, path=tmp_path)
+    with refused(r"adapter\.path='someone/other' is no folder, and no adapter .* the hub: .* Name a folder that PEFT"):
+        resolve(model, path="someone/other")
 
 
 def test_adapter_folder_without_safetensors_is_refused(model: str, tmp_path: Path) -> None:

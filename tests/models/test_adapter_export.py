@@ -10,11 +10,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from sharded_net import run_ranks
 from test_adapter import load_adapted, logprobs, resolve, save_peft
-from tiny import make_data, make_grpo, make_trainer, save_model
+from tiny import bare_trainer, make_data, make_grpo, make_trainer, save_model, write_sums
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from rlightning.callbacks import SaveHF
+from rlightning.callbacks import SaveHF, TransformersRollout
+from rlightning.data import PromptDataModule, ValidationSet
 from rlightning.errors import ConfigError
 from rlightning.models import Adapter, load_policy, load_tokenizer, save_adapter, save_policy
 from rlightning.models.adapter_layers import adapter_parameters
@@ -85,3 +86,23 @@ def test_save_hf_saves_base_and_adapter(kind: Any, model_folder: str, tmp_path: 
         again = make_grpo(model_folder, adapter=Adapter(path=tmp_path / "hf_adapter"))
         again.configure_model()
         assert torch.equal(logprobs(again.loaded_actor), expected)
+
+
+@pytest.mark.long
+def test_validation_and_prediction_with_an_adapter_are_those_of_the_merged_model(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "model", initializer_range=0.1)
+    save_peft(base, tmp_path / "peft", target_modules="all-linear")
+    lora = resolve(base, path=tmp_path / "peft")
+    save_both(load_adapted(base, lora), lora, base, tmp_path)
+
+    def evaluate(model: str, adapter: Adapter | None) -> tuple[Any, Any]:
+        rollout = TransformersRollout(max_new_tokens=8, seed=0)
+        module, sums = make_grpo(model, adapter=adapter), write_sums(tmp_path)
+        data = PromptDataModule(validation=ValidationSet(sums, samples_per_prompt=2, temperature=1.0), predict=sums)
+        predictions: Any = bare_trainer(tmp_path, 1, rollout).predict(module, data)
+        texts = [one.completion.text for batch in predictions for _, group in batch for one in group]
+        return bare_trainer(tmp_path, 1, rollout).validate(module, data, verbose=False)[0], texts
+
+    metrics, texts = evaluate(base, Adapter(path=tmp_path / "adapter"))
+    assert (metrics, texts) == evaluate(str(tmp_path / "merged"), None)
+    assert texts != evaluate(base, None)[1]

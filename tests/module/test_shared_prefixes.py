@@ -3,16 +3,17 @@
 import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from random_trajectories import random_groups, two_branches
+from random_trajectories import random_groups, random_sample, two_branches
 from rank_processes import each_run, finish, start_calls
 from tiny import ActorGenerator, UseGenerator, full_weights, make_algorithm, make_data, make_trainer
 from tiny_models import save_tiny
@@ -24,6 +25,8 @@ from rlightning.models import architecture, load_policy, packed_logprobs
 from rlightning.models.architecture import can_share_prefixes
 from rlightning.module import batching
 from rlightning.module.batching import find_long_prefixes, join_families
+from rlightning.module.metrics import RunningMeans
+from rlightning.objectives import Aggregation
 from rlightning.parallel import DDP
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 from rlightning.types.shared_prefixes import Prefixes, find_prefixes, share_prefixes
@@ -103,7 +106,7 @@ def test_places_stand_for_one_token_and_history(draw: random.Random) -> None:
 
 
 def test_families_are_cut_at_the_limit() -> None:
-    prefixes = Prefixes([0, 1, 2, 3], torch.tensor([0, 8, 8, 1]).numpy())
+    prefixes = Prefixes([0, 1, 2, 3], torch.tensor([0, 8, 8, 0]).numpy())
     assert join_families(prefixes, [10, 10, 10, 10], 100, 0.0) == ([[0, 1, 2], [3]], [14, 10])
     assert join_families(prefixes, [10, 10, 10, 10], 13, 0.0) == ([[0, 1], [2], [3]], [12, 10, 10])
     assert join_families(prefixes, [10, 10, 10, 10], 14, 0.25) == ([[0, 1], [2], [3]], [14, 10, 10])
@@ -168,6 +171,60 @@ def test_loss_and_gradient_are_of_sequences_alone(kind: str, draw: random.Random
             torch.testing.assert_close(once, alone, rtol=1e-9, atol=1e-11)
 
 
+def random_minibatch(draw: random.Random) -> RolloutBatch:
+    """Trajectories of several branches, two groups of which each share a prompt, with all that a loss reads."""
+    groups = [[], *random_groups(draw, 2)]
+    for index in range(1, 3):
+        prompt = Prompt(index, "", [draw.randrange(3, 13) for _ in range(draw.randint(2, 12))], {})
+        for _ in range(draw.randint(2, 4)):
+            first, second = (random_sample(draw) for _ in range(2))
+            groups[0 if index == 1 else index].append(
+                two_branches(prompt, first, [*prompt.token_ids, *first.token_ids, 3], second)
+            )
+    batch = RolloutBatch.pack(groups)
+    generator = torch.Generator().manual_seed(draw.randrange(2**32))
+    batch.advantages, *others = torch.randn(3, batch.num_tokens, generator=generator)
+    batch.old_logprobs, batch.ref_logprobs = (batch.rollout_logprobs + 0.1 * one for one in others)
+    return batch
+
+
+@pytest.mark.long
+def test_loss_gradient_and_metrics_of_any_cut_and_aggregation_are_those_of_sequences_alone(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = make_algorithm(GRPO, model_folder)
+    module.trainer = make_trainer(tmp_path, 1)
+    module.configure_model()
+    normalize_in_float64(module.loaded_actor.double())
+    monkeypatch.setattr(module, "manual_backward", torch.Tensor.backward)
+    saved: list[float] = []
+
+    @settings(max_examples=3, deadline=None, phases=[Phase.generate])
+    @given(draw=RANDOM, cut=st.integers(8, 300), estimator=st.sampled_from(["k1", "k2", "k3"]))
+    def check(aggregation: Aggregation, draw: random.Random, cut: int, estimator: Any) -> None:
+        batch, results = random_minibatch(draw), []
+        module.plan = replace(module.plan, max_tokens_per_microbatch=cut)
+        module.loss_aggregation, module.kl_estimator = aggregation, estimator
+        module.kl_coef, module.entropy_coef = draw.choice((0.0, 0.3)), draw.choice((0.0, 0.1))
+        for is_shared in (False, True):
+            batch.shares_prefixes, means = is_shared, RunningMeans()
+            module.zero_grad()
+            module.accumulate_gradients(batch, means)
+            gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+            results.append((gradients, means.compute(module.all_sum, module.all_max)))
+        (alone, expected), (once, got) = results
+        assert expected.pop("attention/shared_share") == 0
+        saved.append(got.pop("attention/shared_share"))
+        assert got == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert alone.keys() == once.keys()
+        for name, gradient in alone.items():
+            torch.testing.assert_close(once[name], gradient, rtol=1e-9, atol=1e-11)
+
+    for aggregation in get_args(Aggregation):
+        check(aggregation)
+    assert sum(saved) / len(saved) > 0.1
+
+
 class LongPrompts(ActorGenerator):
     """Makes every other trajectory of two branches, the second of which goes on with the first one's history."""
 
@@ -197,10 +254,12 @@ def train(folder: Path, model: str, is_shared: bool, num_ranks: int = 1, **argum
     trainer = make_trainer(folder, 2, UseGenerator(LongPrompts), precision="64-true", **ranks)
     trainer.fit(module, make_data(folder))
     weights = {name: weight.tolist() for name, weight in full_weights(module.loaded_actor).items()}
-    return {"weights": weights, "share": trainer.callback_metrics["attention/shared_share"].item()}
+    metrics = {name: trainer.callback_metrics[name].item() for name in ("policy/loss", "optim/grad_norm")}
+    return {"weights": weights, "share": trainer.callback_metrics["attention/shared_share"].item(), "metrics": metrics}
 
 
 def check_close(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=1e-7)
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(torch.tensor(got["weights"][name]), torch.tensor(weight), rtol=0, atol=1e-6)
 
@@ -210,6 +269,7 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"loss_aggregation": "group_mean", "kl_coef": 0.1, "updates_per_rollout": 2, "max_tokens_per_microbatch": 4096},
     {"loss_aggregation": "sequence_mean", "entropy_coef": 0.01, "max_tokens_per_microbatch": 30},
 ]
+"""Of the Trainer; other aggregations, cuts and estimates of the KL are compared by single mini-batches."""
 
 
 @pytest.mark.long
@@ -259,7 +319,7 @@ def test_microbatches_compute_no_more_than_their_limit(model_folder: str, monkey
 @given(RANDOM)
 def test_microbatches_have_each_branch_once(draw: random.Random) -> None:
     batch = RolloutBatch.pack(random_groups(draw))
-    prefixes = find_prefixes(batch.token_ids, batch.cu_seqlens)
+    prefixes = find_long_prefixes(batch)
     families, tokens = join_families(prefixes, batch.lengths.tolist(), 30, 0.1)
     assert sorted(n for family in families for n in family) == list(range(batch.num_sequences))
     for family, count in zip(families, tokens, strict=True):

@@ -18,6 +18,7 @@ from rlightning.callbacks import OffloadDuringRollout
 from rlightning.hooks import fire
 from rlightning.models import layers
 from rlightning.module import RLModule
+from rlightning.parallel import DDP
 from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout import Generator, OnCompleted, Sampling
 from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
@@ -126,23 +127,32 @@ def distance(one: Any, other: Any) -> float:
     return float((other_end - end).norm() / (end - start).norm())
 
 
+def adapter_distance(one: Any, other: Any) -> float:
+    """As :func:`distance`, by an adapter's B, which starts at zero."""
+    end, other_end = (
+        torch.cat([weight.flatten() for name, weight in sorted(run["actor"].items()) if "lora_B" in name])
+        for run in (one, other)
+    )
+    return float((other_end - end).norm() / end.norm())
+
+
 def train_each(folder: Path, model: str, runs: dict[str, dict[str, Any]]) -> None:
     """Rank 0 writes the whole weights that each run came to, with what it logged, to ``FOLDER/NAME.pt``.
 
     Args:
         folder: gets the results.
         model: the model's folder.
-        runs: by name, the arguments of :func:`train`, with ``strategy`` those of FSDP.
+        runs: by name, the arguments of :func:`train`, with ``strategy`` those of FSDP, or "ddp".
     """
     OffloadDuringRollout.device_type = "cpu"
     layers.BACKEND = "aot_eager"  # all of torch.compile but for the code it writes
     os.environ["CXX"] = "true"
     for name, arguments in each_run(runs):
         (folder / name).mkdir(exist_ok=True)
-        strategy = FSDP(**arguments.pop("strategy", {}))
-        compiles = arguments.get(
-            "compile", arguments.get("accelerator") == "gpu" and strategy.tensor_parallel_size == 1
-        )
+        wanted = arguments.pop("strategy", {})
+        strategy = DDP() if wanted == "ddp" else FSDP(**wanted)
+        is_whole = "tensor_parallel_size" not in wanted
+        compiles = arguments.get("compile", arguments.get("accelerator") == "gpu" and is_whole)
         if arguments.get("offload"):
             arguments["offload"] = OffloadDuringRollout(**arguments["offload"])
         rank, num_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))

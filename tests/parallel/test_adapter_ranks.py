@@ -1,5 +1,6 @@
 """Adapters on several ranks: the steps of one process, however sharded, and runs that go on on other ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,16 @@ RUNS: dict[str, dict[str, Any]] = {
     "offloaded": {"strategy": {"cpu_offload": "parameters"}},
     "moved": {"offload": {"parameters": True}},
     "bf16": {"precision": "bf16-mixed"},
+    "ddp": {"strategy": "ddp"},
 }
-
-HYBRID: dict[str, dict[str, Any]] = {
+NF4 = replace(ADAPTER, quantize_base="nf4")
+FOUR_RANKS: dict[str, dict[str, Any]] = {
     "hybrid": {"strategy": {"shard_size": 2}},
     "hybrid-accumulated": {"strategy": {"shard_size": 2}, "max_tokens_per_microbatch": ACCUMULATED},
+    "compiled": {"compile": True, "gradient_checkpointing": True},
+    "ddp-nf4": {"strategy": "ddp", "adapter": NF4},
 }
-"""On four ranks: two copies of the model, each in two shards."""
+"""The hybrid ones are two copies of the model, each in two shards."""
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +50,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def hybrid_runs(runs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("hybrid")
+def runs_on_four(runs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("torchao")
+    folder = tmp_path_factory.mktemp("four")
     model = save_model(folder / "model", num_key_value_heads=2)  # the same as that of the other runs
-    arguments = {name: {"adapter": ADAPTER} | run for name, run in HYBRID.items()}
-    return {"one": runs["one"]} | run_each(folder, 4, model, arguments)
+    arguments = {name: {"adapter": ADAPTER} | run for name, run in FOUR_RANKS.items()}
+    ones = {"one": runs["one"], "one-nf4": train(folder, model, "auto", adapter=NF4)}
+    return ones | run_each(folder, 4, model, arguments)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -59,27 +65,28 @@ def test_two_ranks_take_the_steps_of_one_process(name: str, runs: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HYBRID)
-def test_two_replicas_of_two_shards_equal_one_process(name: str, hybrid_runs: dict[str, Any]) -> None:
-    check_steps(name, hybrid_runs)
-    assert {hybrid_runs[run]["num_sequences"][0] for run in HYBRID} == {4}  # of 16: each rank has its own
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks_take_the_steps_of_one_process(name: str, runs_on_four: dict[str, Any]) -> None:
+    check_steps(name, runs_on_four)
+    assert runs_on_four[name]["num_sequences"][0] == 4  # of 16: each rank has its own
 
 
 def check_steps(name: str, runs: dict[str, Any]) -> None:
-    one, other = runs["one"]["actor"], runs[name]["actor"]
+    alone = runs["one-nf4" if name.endswith("nf4") else "one"]
+    one, other = alone["actor"], runs[name]["actor"]
     assert one.keys() == other.keys() and any("lora_B" in key for key in one)
-    assert "reference" not in runs["one"]  # it is the actor without its adapter
+    assert "reference" not in alone  # it is the actor without its adapter
     moved = max(float(weight.abs().max()) for key, weight in one.items() if "lora_B" in key)
     assert moved > 2 * LR, "the test trains nothing"
     for key, weight in one.items():
         is_adapter = "lora_" in key
-        held = torch.bfloat16 if name == "bf16" and not is_adapter else torch.float32
+        held = torch.bfloat16 if name == "bf16" and not is_adapter else weight.dtype
         assert other[key].dtype == held
         if name != "bf16":
             torch.testing.assert_close(other[key], weight, atol=0.01 * LR if is_adapter else 0.0, rtol=0.0)
         elif not is_adapter:
             assert torch.equal(other[key], weight.to(torch.bfloat16))
-    expected, logged = runs["one"]["logged"], runs[name]["logged"]
+    expected, logged = alone["logged"], runs[name]["logged"]
     tolerance = 0.02 if name == "bf16" else 1e-4
     for step, found in zip(expected, logged, strict=True):
         shared = {key: value for key, value in found.items() if key in step}

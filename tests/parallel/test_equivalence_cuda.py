@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from equivalence_run import ACCUMULATED, BF16_DISTANCE, LR, distance, run_each, train
+from equivalence_run import ACCUMULATED, BF16_DISTANCE, LR, adapter_distance, distance, run_each, train
 from tiny import save_model
 
+from rlightning.models import Adapter
+
+ADAPTER = Adapter(rank=3)  # which two ranks cannot share out evenly
 TWO_GPUS: dict[str, dict[str, Any]] = {
     "data": {"max_tokens_per_microbatch": ACCUMULATED},
     "hybrid": {"strategy": {"shard_size": 1}, "max_tokens_per_microbatch": ACCUMULATED},
@@ -15,6 +18,9 @@ TWO_GPUS: dict[str, dict[str, Any]] = {
     "optimizer-offloaded": {"strategy": {"cpu_offload": "optimizer", "tensor_parallel_size": 2}},
     "bf16": {"precision": "bf16-mixed"},
     "bf16-tensor": {"precision": "bf16-mixed", "strategy": {"tensor_parallel_size": 2}},
+    "adapter": {"adapter": ADAPTER, "max_tokens_per_microbatch": ACCUMULATED},
+    "adapter-ddp": {"adapter": ADAPTER, "strategy": "ddp"},
+    "adapter-bf16": {"adapter": ADAPTER, "precision": "bf16-mixed"},
 }
 FOUR_GPUS: dict[str, dict[str, Any]] = {
     "data": {"max_tokens_per_microbatch": ACCUMULATED},
@@ -22,6 +28,7 @@ FOUR_GPUS: dict[str, dict[str, Any]] = {
     "data-and-tensor": {"strategy": {"tensor_parallel_size": 2}},
     "bf16": {"precision": "bf16-mixed"},
     "bf16-data-and-tensor": {"precision": "bf16-mixed", "strategy": {"tensor_parallel_size": 2}},
+    "adapter-hybrid": {"adapter": ADAPTER, "strategy": {"shard_size": 2}},
 }
 
 
@@ -38,12 +45,13 @@ def test_training_on_several_gpus_matches_single_gpu_weights(
 ) -> None:
     """In float32 up to the order of sums, as on the CPU."""
     model = save_model(tmp_path / "model", num_key_value_heads=2)
-    one = train(tmp_path, model, "auto", accelerator="gpu")
+    full, adapted = (train(tmp_path, model, "auto", accelerator="gpu", adapter=one) for one in (None, ADAPTER))
     arms = {name: {"accelerator": "gpu", **arguments} for name, arguments in runs.items()}
     others = run_each(tmp_path, num_gpus, model, arms)
     for name, arguments in runs.items():
-        other = others[name]
-        assert distance(one, other) <= BF16_DISTANCE, name
+        other, one = others[name], adapted if "adapter" in arguments else full
+        measure = adapter_distance if "adapter" in arguments else distance
+        assert measure(one, other) <= BF16_DISTANCE, name
         if "precision" in arguments:
             continue
         for key, weight in one["actor"].items():

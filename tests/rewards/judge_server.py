@@ -50,7 +50,8 @@ class JudgeServer(JSONServer):
                 return 503, {"Retry-After": "0"}, "later"
             if deed == "a page":
                 return 200, {}, "<html>"
-            message = {"role": "assistant", "content": None if deed == "silent" else ANSWERS.get(deed, "Score: 10")}
+            text = f"Score: {attempt}" if deed == "differs" else ANSWERS.get(deed, "Score: 10")
+            message = {"role": "assistant", "content": None if deed == "silent" else text}
             choice = {"message": message, "finish_reason": "length" if deed == "cut" else "stop"}
             return 200, {}, {"choices": [choice]}
         finally:

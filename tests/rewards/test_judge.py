@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from cli_project import fit_here
 from judge_server import JudgeServer
-from scoring import MakeRunner, score, values
+from scoring import MakeRunner, make_trajectories, score, values
 from tiny import write_sums
+from waiting import PATIENCE_SECONDS
 
 from rlightning.errors import ConfigError
 from rlightning.rewards import RewardFunction
 from rlightning.rewards import judge as judging
+from rlightning.rewards import runner as reward_runner
 from rlightning.rewards.judge import Judge, JudgeError
 
 RUBRIC = "Rate it from 0 to 10: {completion}"
@@ -124,6 +126,28 @@ def test_cache_answers_what_was_asked_before(server: JudgeServer, tmp_path: Path
     assert len(server.requests) == 4
     ask(make(server, cache=str(path), max_retries=0), "fails")
     assert len(server.requests) == 5, "a failure is not kept"
+
+
+@pytest.mark.long
+def test_repeated_calls_ask_the_api_again_for_their_noise(
+    make_runner: MakeRunner,
+    server: JudgeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Past the cache, which would return the first answers, and keeps them."""
+    monkeypatch.setattr(reward_runner, "REPEAT_SECONDS", PATIENCE_SECONDS)
+    judge = make(server, cache=str(tmp_path / "answers.sqlite"))
+    runner = make_runner(RewardFunction(judge, timeout=60.0))
+    trajectories = make_trajectories(["differs", "good", "bad"])
+    for num_requests in (6, 9):
+        scores = runner.score(trajectories).components
+        runner.check_repeats(trajectories, scores, 1800.0)
+        runner.close()
+        assert "gave 1 of 3 completions another result" in caplog.text
+        assert len(server.requests) == num_requests
+        caplog.clear()
 
 
 def test_cache_keeps_scores_alone_and_asks_equal_requests_once(server: JudgeServer, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_models import bare_config
 
-from rlightning.errors import EngineError, EngineStartError
+from rlightning.errors import AdapterRefusedError, EngineError, EngineStartError
 from rlightning.processes.managed_process import ManagedProcess
 from rlightning.rollout.vllm.launcher import EngineProcess, engine_environment, find_cause
 
@@ -131,3 +131,4 @@ def test_engine_that_refuses_an_adapter_names_merged_weights(cause: str, has_ada
     error = explain([cause], has_adapter=has_adapter)
     assert isinstance(error, EngineStartError) and f"could not start: {cause} " in str(error)
     assert ("rollout.send_adapter: false" in str(error)) == is_named
+    assert isinstance(error, AdapterRefusedError) == is_named and getattr(error, "reason", cause) == cause

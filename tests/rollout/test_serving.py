@@ -30,6 +30,7 @@ from rlightning import intervals, rpc
 from rlightning.__main__ import main
 from rlightning.errors import EngineDiedError, EngineError, RequestRefusedError
 from rlightning.hooks import RLCallback
+from rlightning.models import Adapter
 from rlightning.processes.liveness import Deadline
 from rlightning.rollout import Sampling, engine_connection
 from rlightning.rollout.engine import vllm_sampling
@@ -71,8 +72,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Server:
     """`rlightning serve` in a session of its own; ready when this returns."""
 
-    def __init__(self, project: Path, token: str = "", port: int = 0) -> None:
-        command = [str(Path(sys.executable).with_name("rlightning")), "serve", "--config", "run.yaml"]
+    def __init__(self, project: Path, token: str = "", port: int = 0, options: tuple[str, ...] = ()) -> None:
+        command = [str(Path(sys.executable).with_name("rlightning")), "serve", "--config", "run.yaml", *options]
         self._errors = tempfile.TemporaryFile("a+")  # noqa: SIM115 (closed with it)
         self.process = subprocess.Popen(
             [*command, "--port", str(port)],
@@ -106,8 +107,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(project: Path, token: str = "", port: int = 0) -> Iterator[Server]:
-    server = Server(project, token, port)
+def served(project: Path, token: str = "", port: int = 0, options: tuple[str, ...] = ()) -> Iterator[Server]:
+    server = Server(project, token, port, options)
     try:
         yield server
     finally:
@@ -222,6 +223,20 @@ def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder:
         versions = batch.weight_versions[batch.is_sampled].unique().tolist()
         assert versions and set(versions) <= {step - 1, step}
     assert folder is None or list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_run_with_an_adapter_by_url(project: Path, tmp_path: Path) -> None:
+    """It goes to the served engine by itself, which is shown to apply it."""
+    witness, module = Witness(), make_module(str(project / "model"), adapter=Adapter(rank=4), lr=0.1)
+    proven: list[bool] = []
+    note = At(1, lambda engine: proven.append(engine.is_proven))
+    with served(project, options=("--model.adapter.rank", "4")) as server:
+        rollout = make_rollout(engines=[server.url], placement="standalone")
+        make_trainer(tmp_path, 2, rollout, witness, note).fit(module, make_data(tmp_path))
+    assert module.sends_adapter and proven == [True]
+    assert [step["policy/rollout_gap_max"] < 1e-4 for step in witness.steps] == [True] * 2
 
 
 def test_idle_connections_do_not_keep_a_trainer_out(project: Path, server: Server) -> None:

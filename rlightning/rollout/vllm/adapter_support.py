@@ -10,10 +10,13 @@ from transformers import PreTrainedConfig
 
 from rlightning.models.counts import build_empty
 from rlightning.protocols import AdapterSettings
+from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.vllm.vllm_source import source_of
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can allocate memory."""
+ADAPTER_ARGUMENTS = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules")
+"""Engine arguments that reserve memory for an adapter."""
 SUPPORTS = "SupportsLoRA"
 MODELS = "vllm.model_executor.models"
 TRANSFORMERS = f"{MODELS}.transformers"
@@ -37,7 +40,7 @@ def place_bytes(adapter: AdapterSettings, itemsize: int) -> int:
     )
 
 
-def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
+def engine_arguments(adapter: AdapterSettings) -> EngineArguments:
     """Return engine arguments that reserve memory for one adapter, only in the layers that it adapts."""
     return {
         "enable_lora": True,
@@ -48,11 +51,16 @@ def engine_arguments(adapter: AdapterSettings) -> dict[str, object]:
     }
 
 
+def without_adapter(arguments: EngineArguments) -> EngineArguments:
+    """Return engine arguments without those of :func:`engine_arguments`, for merged weights."""
+    return {name: value for name, value in arguments.items() if name not in ADAPTER_ARGUMENTS}
+
+
 def find_obstacle(adapter: AdapterSettings, config: PreTrainedConfig) -> str | None:
     """Return why vLLM cannot apply an adapter to a model; None if it can, as far as its source shows.
 
-    Other obstacles raise an error: when the engine starts, for a layer that vLLM cannot wrap, or after the first sync,
-    for a layer without a counterpart in the engine.
+    Others show later: a layer that vLLM cannot wrap when the engine starts (AdapterRefusedError), a layer without a
+    counterpart in the engine at the first sync.
     """
     if adapter.rank > RANKS[-1]:
         return f"vLLM takes ranks of up to {RANKS[-1]}, not {adapter.rank}"

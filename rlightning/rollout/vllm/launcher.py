@@ -16,7 +16,7 @@ import torch
 
 import rlightning
 from rlightning import intervals
-from rlightning.errors import EngineDiedError, EngineError, EngineStartError
+from rlightning.errors import AdapterRefusedError, EngineDiedError, EngineError, EngineStartError
 from rlightning.foreign_text import cut_line
 from rlightning.processes.managed_process import ManagedProcess
 from rlightning.processes.scratch import ScratchFolder
@@ -129,8 +129,9 @@ class EngineProcess(EngineConnection):
         if not self.ready.done() and code is not None and (code > 0 or -code in FAULTS):
             cause = self._find_cause()
             if cause:
-                way_out = MERGED if self.config.has_adapter and "LoRA" in cause else ""
-                return EngineStartError(f"The engine could not start: {cause} {way_out}{place}")
+                if self.config.has_adapter and "LoRA" in cause:
+                    return AdapterRefusedError(f"The engine could not start: {cause} {MERGED}{place}", cause)
+                return EngineStartError(f"The engine could not start: {cause} {place}")
             return EngineError(f"The engine could not start{end}. {place}", log_tail)
         return EngineDiedError(f"The engine {how}{end}. {place}", log_tail)
 
