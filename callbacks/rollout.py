@@ -22,6 +22,7 @@ from rlightning.models import describe_length_limit, load_config
 from rlightning.parallel.collectives import any_rank, gather_objects
 from rlightning.protocols import (
     Closes,
+    CountsTimeouts,
     HasAdapter,
     HasConfig,
     HasData,
@@ -202,6 +203,16 @@ class RolloutCallback(RLCallback, Generator):
             prompt_format=self.prompt_format,
             max_requeues=self.max_requeues,
         )
+
+    @property
+    def time_limits(self) -> dict[str, float] | None:
+        """Limits on a trajectory's seconds by configuration key; None if trajectories that have timed out are
+        trained on.
+        """
+        if has(self._module, CountsTimeouts) and self._module.count_timeouts:
+            return None
+        limits = {"rollout.trajectory_timeout": self.trajectory_timeout, "rollout.turn_timeout": self.turn_timeout}
+        return {key: seconds for key, seconds in limits.items() if seconds is not None}
 
     def make_verifier(self, sampler: TokenSampler, dtype: torch.dtype) -> TrajectoryVerifier | None:
         """Return the object that compares trajectories' log-probabilities with ``sampler``'s; None if turned off."""

@@ -104,7 +104,12 @@ class TransformersRollout(RolloutCallback):
         rank_samplers = InProcessSamplers(samplers, dtype, can_sleep=can_sleep(device))
         sync = WeightSync(self._trainer, module, rank_samplers, self.verification)
         self._collector = Collector(
-            runner, InFlight(0), sync, max_failed_share=self.max_failed_share, verifier=verifier
+            runner,
+            InFlight(0),
+            sync,
+            max_failed_share=self.max_failed_share,
+            time_limits=self.time_limits,
+            verifier=verifier,
         )
         if runner is not None:
             runner.check()

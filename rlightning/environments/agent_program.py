@@ -14,6 +14,7 @@ from rlightning.environments.agent_function import MAX_IDLE_CONNECTIONS, Access,
 from rlightning.environments.agent_workers import AgentWorkers, start_workers
 from rlightning.environments.endpoint import Endpoint, Session
 from rlightning.environments.environment import Environment, Places, Policy
+from rlightning.environments.policy import as_recorded
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.types.trajectory import Outcome, Prompt
@@ -125,7 +126,7 @@ class AgentProgram(Environment):
         Raises:
             LimitReachedError: the agent failed because a sequence has its maximum length.
         """
-        async with self.endpoint.open(policy) as session:
+        async with self.endpoint.open(as_recorded(policy)) as session:
             outcome = await session.policy.clock.run(self._run_agent(prompt, session), self.timeout, "The agent")
         recorder = session.policy.recorder
         if outcome.status not in UNFINISHED and not recorder.branches:

@@ -6,7 +6,6 @@ trained on again.
 """
 
 import logging
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +13,9 @@ from typing import Any
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.clock import Clock
-from rlightning.environments.environment import AskLimitError, LimitReachedError, Reply
+from rlightning.environments.environment import AskLimitError, LimitReachedError, Policy, Reply
 from rlightning.environments.messages import AssistantMessage, Message
-from rlightning.environments.outcomes import outcome_from_plain, outcome_to_plain
+from rlightning.environments.outcomes import outcome_from_plain, outcome_to_plain, total_reward
 from rlightning.environments.recorder import Mark, RecordedTurn, Recorder
 from rlightning.environments.snapshots import SavedTrajectory, copy_plain
 from rlightning.errors import RequestRefusedError, StreamLostError
@@ -324,16 +323,17 @@ class RecordedPolicy:
         )
 
 
-def total_reward(outcome: Outcome) -> float | None:
-    """Return a trajectory's reward: the outcome's own, else the sum of its turns' rewards, else the mean reward of its
-    agents' traces; None if the environment gave none of them.
+def as_recorded(policy: Policy) -> RecordedPolicy:
+    """Return ``policy`` as the RecordedPolicy that it is in the trainer's process.
+
+    Raises:
+        TypeError: it is the policy of an environment in a worker process.
     """
-    traces = read_traces(outcome.traces)
-    if outcome.reward is not None:
-        return outcome.reward
-    if outcome.turn_rewards:
-        return math.fsum(outcome.turn_rewards)
-    return math.fsum(trace.reward for trace in traces) / len(traces) if traces else None
+    if not isinstance(policy, RecordedPolicy):
+        raise TypeError(
+            f"A {type(policy).__name__} is no policy of the trainer's process. Set runs_in_workers = False."
+        )
+    return policy
 
 
 def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") -> Outcome:

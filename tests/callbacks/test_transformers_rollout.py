@@ -3,6 +3,7 @@
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -209,6 +210,20 @@ def test_bad_argument_is_one_line(
     lines = [line for line in errors.splitlines() if line.startswith("error")]
     assert len(lines) == 1
     assert re.match(message, lines[0]), lines[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "limits"),
+    [
+        (SimpleNamespace(), {"rollout.trajectory_timeout": 3600.0, "rollout.turn_timeout": 60.0}),
+        (SimpleNamespace(count_timeouts=False), {"rollout.trajectory_timeout": 3600.0, "rollout.turn_timeout": 60.0}),
+        (SimpleNamespace(count_timeouts=True), None),
+    ],
+)
+def test_time_limits_are_none_if_timeouts_count(module: Any, limits: dict[str, float] | None) -> None:
+    rollout = TransformersRollout(turn_timeout=60.0)
+    rollout._policy = module
+    assert rollout.time_limits == limits
 
 
 def test_rollout_without_set_up_is_an_error() -> None:

@@ -3,12 +3,13 @@
 import asyncio
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
 from agent_cases import connect, finish, run, serve, trained
+from attempts import CannedPolicy
 from endpoint_cases import END, MORE, SAID, USER, ask, get_refusal, make
 from waiting import PATIENCE_SECONDS
 
@@ -213,6 +214,17 @@ def test_sdk_retries_requests_beyond_the_limit() -> None:
         await asyncio.gather(*(ask(client, [USER]) for _ in range(6)))
 
     assert run(policy, use, max_requests=4).status == "finished"
+
+
+def test_policy_of_a_worker_process_is_refused() -> None:
+    async def talk() -> None:
+        with pytest.raises(
+            TypeError, match=r"^A CannedPolicy is no policy of the trainer's .* Set runs_in_workers = Fal"
+        ):
+            async with serve(cast("Any", CannedPolicy())):
+                pass
+
+    asyncio.run(talk())
 
 
 def test_an_address_that_is_taken_is_one_line() -> None:

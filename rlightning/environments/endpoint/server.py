@@ -19,8 +19,8 @@ from rlightning.environments.endpoint.errors import APIError
 from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.endpoint.streaming import Emit, Event, Reply
-from rlightning.environments.environment import LimitReachedError, Policy
-from rlightning.environments.policy import RecordedPolicy
+from rlightning.environments.environment import LimitReachedError
+from rlightning.environments.policy import RecordedPolicy, as_recorded
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, describe_error
 from rlightning.python_values import JsonObject
@@ -158,17 +158,18 @@ class Endpoint:
             one.cancel()
 
     @contextlib.asynccontextmanager
-    async def open(self, policy: Policy) -> AsyncIterator[Session]:
+    async def open(self, policy: RecordedPolicy) -> AsyncIterator[Session]:
         """Context manager that serves the requests of one trajectory; yields its session, which has its own API key.
 
         Raises:
+            TypeError: the policy is that of an environment in a worker process.
             LimitReachedError: the caller failed after a response said that a sequence has its maximum length.
             Exception: sampling from the policy failed, even if the caller caught that error.
         """
-        if not isinstance(policy, RecordedPolicy):
-            raise TypeError("The endpoint serves policies of the trainer's process alone.")
         await self.start()
-        session = Session(policy, keeps_reasoning=self.keeps_reasoning, ignored=self.ignored, allowed=self.allowed)
+        session = Session(
+            as_recorded(policy), keeps_reasoning=self.keeps_reasoning, ignored=self.ignored, allowed=self.allowed
+        )
         self._sessions[session.id] = session
         try:
             yield session

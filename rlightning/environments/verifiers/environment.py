@@ -12,7 +12,7 @@ from rlightning.environments.endpoint import Endpoint
 from rlightning.environments.endpoint.session import name_model
 from rlightning.environments.endpoint.shared_key import SharedKey
 from rlightning.environments.environment import Environment, Places, Policy, TrajectoryLostError
-from rlightning.environments.policy import RecordedPolicy
+from rlightning.environments.policy import RecordedPolicy, as_recorded
 from rlightning.environments.verifiers.episode import Episode, EpisodeAssembly, Trace
 from rlightning.environments.verifiers.server import (
     KEY_VARIABLE,
@@ -151,14 +151,13 @@ class Verifiers(Environment):
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Make one trajectory; raises an EnvironmentFailedError if servers end repeatedly."""
-        if not isinstance(policy, RecordedPolicy):
-            raise TypeError("Verifiers needs the policy of the trainer's process.")
+        recorded = as_recorded(policy)
         found = self._get_servers()
         await self.endpoint.start()
         server = min(found.servers, key=lambda one: one.num_assigned)
         server.num_assigned += 1
         try:
-            return await self._run_at(server, found.key, prompt, policy)
+            return await self._run_at(server, found.key, prompt, recorded)
         finally:
             server.num_assigned -= 1
 
