@@ -301,7 +301,9 @@ def test_collectors_work_is_measured_without_engines(tmp_path: Path) -> None:
     (row,) = read_csv(tmp_path / "out" / "table.csv")
     assert (row["trajectories"], row["tokens"]) == ("4", "64")
     assert float(row["KB"]) > 64 * 16 / 1e3  # an id, a log-probability and a weight version a token
-    assert all(float(row[name]) > 0 for name in ("collect, us", "pack, us", "unpack, us", "trajectories/s"))
+    assert all(float(row[name]) > 0 for name in ("pack, us", "unpack, us", "trajectories/s"))
+    assert 0 < float(row["least"]) <= float(row["collect, us"]) <= float(row["most"])
+    assert float(row["sampler alone, us"]) > 0
 
 
 def test_a_bound_is_raised_where_rollout_and_loss_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
