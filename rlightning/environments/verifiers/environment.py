@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from typing import Any, Literal, NamedTuple
 
 from rlightning.environments.endpoint import Endpoint
+from rlightning.environments.endpoint.server import MAX_SESSIONS
 from rlightning.environments.endpoint.session import name_model
 from rlightning.environments.endpoint.shared_key import SharedKey
 from rlightning.environments.environment import Environment, Places, Policy, TrajectoryLostError
@@ -36,6 +37,8 @@ VERSION = "0.4"
 """Version of verifiers whose protocol this module implements."""
 MAX_DEATHS = 20
 """Maximum number of servers that end in a row, without a completed episode, before the run fails."""
+SESSIONS_PER_EPISODE = 64
+"""Sessions of each concurrent episode for which there is room by default: each of its agents has one."""
 COLUMN = "task"
 """Column of a prompt set with the number of the row's task, or the task's data."""
 
@@ -121,7 +124,8 @@ class Verifiers(Environment):
         self.num_tasks, self.num_workers = num_tasks, num_workers
         self.timeout, self.hang_timeout, self.variables = timeout, hang_timeout, dict(variables or {})
         try:
-            self.endpoint = Endpoint(**(endpoint or {}))
+            room = max(MAX_SESSIONS, SESSIONS_PER_EPISODE * num_workers * max_trajectories)
+            self.endpoint = Endpoint(**({"max_sessions": room} | dict(endpoint or {})))
         except TypeError as error:
             raise ConfigError(f"Verifiers: endpoint={endpoint}: {cut_line(error)}.") from error
         self._roles = list(roles or {})
