@@ -86,7 +86,7 @@ class TransformersRollout(RolloutCallback):
             rows, copied = 2 * rows, rows
         copy = replace(copy, num_engines=0, kv_cache_bytes=(rows + copied) * copy.sequence)
         return RolloutMemory(
-            engine=copy, bucket_bytes=0, itemsize=torch_dtype(dtype).itemsize, max_support=self.sampling.max_support
+            engine=copy, bucket_bytes=0, itemsize=torch_dtype(dtype).itemsize, max_support=self.max_support
         )
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:

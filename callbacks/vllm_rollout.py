@@ -277,7 +277,7 @@ class VLLMRollout(RolloutCallback):
             engine=engine,
             bucket_bytes=self.options.bucket_bytes,
             itemsize=itemsize,
-            max_support=self.sampling.max_support,
+            max_support=self.max_support,
         )
 
     @property

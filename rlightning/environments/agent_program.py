@@ -104,6 +104,7 @@ class AgentProgram(Environment):
             self.endpoint = Endpoint(**(bounds | dict(endpoint or {})))
         except TypeError as error:
             raise ConfigError(f"AgentProgram: endpoint={cut_value(endpoint)}: {cut_line(error)}.") from error
+        self.truncates = self.endpoint.truncates
         most, num_kept = self.endpoint.max_connections, MAX_IDLE_CONNECTIONS * max_trajectories
         rule = f"endpoint.max_connections={most} must be above the {num_kept} of max_trajectories={max_trajectories}"
         sessions = f"endpoint.max_sessions={self.endpoint.max_sessions} must be at least max_trajectories"

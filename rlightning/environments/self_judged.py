@@ -57,7 +57,7 @@ class SelfJudged(Environment):
         )
         self.environment = environment or SingleTurn()
         self.weight, self.max_new_tokens = weight, max_new_tokens
-        self.has_tools = self.environment.has_tools
+        self.has_tools, self.truncates = self.environment.has_tools, self.environment.truncates
 
     async def check(self) -> None:
         """Raise a ConfigError if the rubric or the environment cannot be used."""

@@ -57,9 +57,32 @@ def test_refused_schema_is_the_clients_error(follows: bool, form: Any, reason: s
     assert not policy.recorder.turns
 
 
-def test_only_response_format_may_be_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"^endpoint\.allowed=\['top_p'\] may have 'response_format' alone\.$"):
-        Endpoint(allowed=["top_p"])
+def test_unknown_parameter_cannot_be_allowed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^endpoint\.allowed=\['stop', 'top_p'\] may have response_format, top_p, top"
+    ):
+        Endpoint(allowed=["top_p", "stop"])
+
+
+TRUNCATIONS = [({"top_p": 0.5}, (0.5, 20, 0.0)), ({"min_p": 0.1}, (1.0, 20, 0.1)), ({"top_k": -1}, (1.0, 0, 0.0))]
+
+
+@pytest.mark.parametrize(("given", "truncation"), TRUNCATIONS)
+def test_truncation_is_refused_or_the_turns_own(given: dict[str, float], truncation: tuple[float, int, float]) -> None:
+    (name,) = given
+    policy, sampler, _ = make("One.", "Two.", sampling={"top_k": 20})
+    error = get_refusal(policy, extra_body=given)
+    assert error.param == name and "or to those that it honours (environment.endpoint.allowed)" in error.message
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        await ask(client, [USER], extra_body=given)
+        await ask(client, [USER, SAID, MORE])
+        with pytest.raises(openai.BadRequestError, match=f"{name}=-2"):
+            await ask(client, [USER], extra_body={name: -2})
+
+    trajectory = run(policy, use, allowed=[name])
+    assert [sampling.truncation for sampling in sampler.samplings] == [truncation, (1.0, 20, 0.0)]
+    assert trajectory.metrics == {"truncated_turns": 1.0}
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}

@@ -16,7 +16,8 @@ from rlightning.environments.endpoint import anthropic_api, openai_api, response
 from rlightning.environments.endpoint.address import find_address
 from rlightning.environments.endpoint.asgi import ClientGoneError, Receive, Request, Send, send_json
 from rlightning.environments.endpoint.errors import APIError, EndpointFullError
-from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
+from rlightning.environments.endpoint.parameters import ALLOWABLE, TRUNCATION
+from rlightning.environments.endpoint.session import Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.endpoint.streaming import Emit, Event, Reply
 from rlightning.environments.environment import LimitReachedError
@@ -61,8 +62,9 @@ class Endpoint:
         keeps_reasoning: whether later turns keep the reasoning of earlier ones in the policy's context, so that a
             trajectory stays one branch. Otherwise the chat template decides, as in other servers.
         ignored: parameters of requests, such as ``top_p``, that are ignored rather than refused if unsupported.
-        allowed: parameters that are applied although the trainer's log-probabilities do not include them;
-            ``response_format`` is the only one.
+        allowed: parameters of requests that are applied rather than refused: ``top_p``, ``top_k`` and ``min_p``, to
+            which the trainer's distributions are truncated too, and ``response_format``, which its log-probabilities do
+            not include.
         max_request_bytes: maximum bytes of a request's body.
         max_connections: maximum number of concurrent requests of all sessions, each of which takes a connection. One
             more fails its trajectory, whatever the agent makes of the response (503). The server accepts idle
@@ -100,8 +102,8 @@ class Endpoint:
         self.host, self.port, self.advertised_host = host, port, advertised_host
         self.keeps_reasoning = keeps_reasoning
         self.ignored, self.allowed = frozenset(ignored), frozenset(allowed)
-        if self.allowed - {RESPONSE_FORMAT}:
-            raise ConfigError(f"endpoint.allowed={sorted(self.allowed)} may have '{RESPONSE_FORMAT}' alone.")
+        if self.allowed.difference(ALLOWABLE):
+            raise ConfigError(f"endpoint.allowed={sorted(self.allowed)} may have {', '.join(ALLOWABLE)} alone.")
         self.max_request_bytes, self.max_connections = max_request_bytes, max_connections
         self.max_requests, self.max_sessions = max_requests, max_sessions
         self._num_requests = 0
@@ -110,6 +112,11 @@ class Endpoint:
         self._serving: tuple[Any, asyncio.Task[None]] | None = None
         self._has_refused = False
         self.url = ""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether requests may truncate the distribution of their tokens in other ways than the run."""
+        return not self.allowed.isdisjoint(TRUNCATION)
 
     async def start(self) -> None:
         """Start to listen, if not listening already; raises a ConfigError if that fails."""

@@ -128,6 +128,7 @@ class Verifiers(Environment):
             self.endpoint = Endpoint(**({"max_sessions": room} | dict(endpoint or {})))
         except TypeError as error:
             raise ConfigError(f"Verifiers: endpoint={endpoint}: {cut_line(error)}.") from error
+        self.truncates = self.endpoint.truncates
         self._roles = list(roles or {})
         self._tasks: list[JsonObject] = []
         self.places = Places(num_workers * max_trajectories)
