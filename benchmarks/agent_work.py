@@ -3,9 +3,10 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 from probes import CSVTrace
@@ -23,15 +24,20 @@ class Waits:
         num_turns: of a trajectory.
         shortest: seconds of a turn.
         longest: seconds of a turn; 0: none waits.
-        seed: of the seconds, with the prompt's index.
+        seed: of the seconds, with the prompt's index and the number of its trajectories before this one, so that two
+            runs draw the same.
     """
+
+    num_begun: ClassVar = Counter[int]()
+    """Trajectories of each prompt that have begun in this process."""
 
     def __init__(self, num_turns: int = 8, shortest: float = 0.05, longest: float = 2.0, seed: int = 0) -> None:
         self.num_turns, self.shortest, self.longest, self.seed = num_turns, shortest, longest, seed
 
-    def reset(self, prompt: Prompt) -> None:
-        """Begin with the prompt as it is."""
-        self._draw = random.Random(f"{self.seed} {prompt.index} {id(self)}")
+    async def reset(self, prompt: Prompt) -> None:
+        """Begin with the prompt as it is. Async, so that a group's trajectories are numbered in their order."""
+        self._draw = random.Random(f"{self.seed} {prompt.index} {self.num_begun[prompt.index]}")
+        self.num_begun[prompt.index] += 1
         self._turn, self._waited = 0, 0.0
 
     async def step(self, message: Any) -> tuple[str, float, bool, dict[str, float]]:
@@ -52,13 +58,13 @@ async def ask_once(client: Any, messages: Any, model: str, idle: float = 0.0) ->
 
 
 class HostTrace(CSVTrace):
-    """Writes the trainer's memory, in bytes, and CPU seconds at the begin and end of a rollout and once a second.
+    """Writes the trainer's memory, in bytes, and CPU seconds at the begin and end of a rollout and four times a second.
 
     Attributes:
         every: seconds.
     """
 
-    every = 1.0
+    every = 0.25
 
     def __init__(self) -> None:
         super().__init__("host", ["seconds", "rss", "cpu"])

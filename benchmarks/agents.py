@@ -175,8 +175,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64, help="the longest turn (64)")
     parser.add_argument("--workers", type=int, help="processes of agents; 0: the trainer's (by the number of cores)")
     parser.add_argument("--sessions", type=int, default=2000, help="that are idle (2000)")
-    parser.add_argument("--idle", type=float, default=30.0, help="seconds (30)")
+    parser.add_argument("--idle", type=float, default=30.0, help="seconds, from 2 on (30)")
     arguments = parser.parse_args()
+    if arguments.idle < 2:
+        parser.error(f"--idle {arguments.idle:g}: it takes 2 seconds to measure anything.")
     prepare(arguments)
     tables = []
     for part in arguments.parts:

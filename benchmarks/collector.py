@@ -3,12 +3,14 @@
     python benchmarks/collector.py --prompts 64 512 --max-new-tokens 512
 
 A sampler that has its samples already takes the engines' place. "collect" is the CPU time of the process from a prompt
-to its trajectories, "pack" that of pickling them for their ranks, "unpack" that of a rank that receives them; "KB" is
-what is sent. What comes from engines of other processes has to be read too, which is not in it. On a CPU; medians of
-rounds.
+to its trajectories by the environment SingleTurn, of the rounds "least" to "most"; "sampler alone" that of the same
+requests and trajectories without environments and collector. "pack" is that of pickling them for their ranks, "unpack"
+that of a rank that receives them; "KB" is what is sent. What comes from engines of other processes has to be read too,
+which is not in it. On a CPU; medians of rounds.
 """
 
 import argparse
+import asyncio
 import pickle
 import sys
 from array import array
@@ -21,7 +23,7 @@ from typing import Any
 from launch import BENCHMARKS, PROMPT_TOKENS, Rows, finish
 from make_model import make_tokenizer
 
-ROUNDS = 5
+ROUNDS = 9
 
 
 def make_samples(num_tokens: int, count: int) -> list[Any]:
@@ -72,28 +74,52 @@ def cpu_seconds(work: Callable[[], Any]) -> tuple[Any, float]:
     return work(), process_time() - begun
 
 
+async def sample_alone(sampler: ReadySampler, prompts: Sequence[Any], sampling: Any) -> list[list[Any]]:
+    """The trajectories of prompts, one request each, without an environment."""
+    from rlightning.types.trajectory import single_turns
+
+    samples = await asyncio.gather(*(sampler.sample(prompt.token_ids, sampling) for prompt in prompts))
+    return single_turns(prompts, samples)
+
+
 def measure(num_prompts: int, num_samples: int, num_tokens: int) -> dict[str, Any]:
     """One round's seconds of CPU time, and the bytes."""
-    from rlightning.environments.collector import Collector, rare_garbage_collection
-    from rlightning.environments.runner import EnvironmentRunner
+    from rlightning.environments.collector import rare_garbage_collection
     from rlightning.rollout import Sampling
-    from rlightning.rollout.in_flight import InFlight
+    from rlightning.rpc.client import LoopThread
     from rlightning.types import Prompt
 
-    sampler = ReadySampler([make_samples(num_tokens, num_samples) for _ in range(num_prompts)])
-    runner = EnvironmentRunner(sampler, make_tokenizer(), max_length=PROMPT_TOKENS + num_tokens)
-    collector = Collector(runner, InFlight(0), NoWeights())
-    prompts = [(Prompt(i, "x" * PROMPT_TOKENS, list(range(PROMPT_TOKENS)), {}), 0) for i in range(num_prompts)]
-    try:
-        groups, collect = cpu_seconds(
-            lambda: collector.generate(prompts, num_samples, Sampling(max_new_tokens=num_tokens), None)
-        )
-    finally:
-        collector.close()
+    prompts = [Prompt(i, "x" * PROMPT_TOKENS, list(range(PROMPT_TOKENS)), {}) for i in range(num_prompts)]
+    sampling = Sampling(max_new_tokens=num_tokens)
+
+    def make_sampler() -> ReadySampler:
+        return ReadySampler([make_samples(num_tokens, num_samples) for _ in range(num_prompts)])
+
+    # Once more than is measured: whichever comes first in a round pays for the process's memory.
+    collect_groups(make_sampler(), prompts, num_samples, sampling)
+    sampler, loop = make_sampler(), LoopThread("alone")  # a thread, as in the collector: it has memory of its own
     with rare_garbage_collection():  # as in the collector, which packs and unpacks
+        _, alone = cpu_seconds(lambda: loop.run(sample_alone(sampler, prompts, sampling)))
+    loop.close()
+    groups, collect = collect_groups(make_sampler(), prompts, num_samples, sampling)
+    with rare_garbage_collection():
         data, pack = cpu_seconds(lambda: pickle.dumps(groups, pickle.HIGHEST_PROTOCOL))
         _, unpack = cpu_seconds(lambda: pickle.loads(data))
-    return {"collect": collect, "pack": pack, "unpack": unpack, "bytes": len(data)}
+    return {"collect": collect, "alone": alone, "pack": pack, "unpack": unpack, "bytes": len(data)}
+
+
+def collect_groups(sampler: Any, prompts: Sequence[Any], num_samples: int, sampling: Any) -> tuple[Any, float]:
+    """The trajectories of prompts by a collector, and the CPU time."""
+    from rlightning.environments.collector import Collector
+    from rlightning.environments.runner import EnvironmentRunner
+    from rlightning.rollout.in_flight import InFlight
+
+    runner = EnvironmentRunner(sampler, make_tokenizer(), max_length=PROMPT_TOKENS + sampling.max_new_tokens)
+    collector = Collector(runner, InFlight(0), NoWeights())
+    try:
+        return cpu_seconds(lambda: collector.generate([(one, 0) for one in prompts], num_samples, sampling, None))
+    finally:
+        collector.close()
 
 
 def main() -> None:
@@ -110,10 +136,13 @@ def main() -> None:
     for num_prompts in arguments.prompts:
         rounds = [measure(num_prompts, arguments.samples, arguments.max_new_tokens) for _ in range(ROUNDS)]
         count = num_prompts * arguments.samples
-        collect, pack, unpack, size = (median(one[name] for one in rounds) for name in rounds[0])
+        collect, alone, pack, unpack, size = (median(one[name] for one in rounds) for name in rounds[0])
         row = {"trajectories": count, "tokens": arguments.max_new_tokens}
         row |= {
             "collect, us": 1e6 * collect / count,
+            "least": 1e6 * min(one["collect"] for one in rounds) / count,
+            "most": 1e6 * max(one["collect"] for one in rounds) / count,
+            "sampler alone, us": 1e6 * alone / count,
             "pack, us": 1e6 * pack / count,
             "unpack, us": 1e6 * unpack / count,
         }

@@ -13,6 +13,7 @@ from rlightning.callbacks.throughput import log_metrics
 from rlightning.data.formatting import USUAL, PromptFormat
 from rlightning.environments import Environment, SingleTurn
 from rlightning.environments.collector import Collector
+from rlightning.environments.policy import TRUNCATED
 from rlightning.environments.runner import EnvironmentRunner, HasEnvironmentNames, check_environment_names
 from rlightning.environments.turn_metrics import TurnTotals, turn_metrics
 from rlightning.environments.verification import TrajectoryVerifier, check_verifiable
@@ -22,6 +23,7 @@ from rlightning.models import describe_length_limit, load_config
 from rlightning.parallel.collectives import any_rank, gather_objects
 from rlightning.protocols import (
     Closes,
+    CountsTimeouts,
     HasAdapter,
     HasConfig,
     HasData,
@@ -47,7 +49,7 @@ from rlightning.rollout.requests import RandomStreams, check_own_limit, check_re
 from rlightning.rollout.sampler import MAX_SUPPORT
 from rlightning.rollout.weights.fingerprint import WeightFingerprint
 from rlightning.seeds import run_seed
-from rlightning.types import Prompt, RolloutBatch, Trajectory
+from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +172,13 @@ class RolloutCallback(RLCallback, Generator):
         """Whether each trajectory consists of a prompt and one completion."""
         return self.environment is None or isinstance(self.environment, SingleTurn)
 
+    @property
+    def max_support(self) -> int:
+        """Maximum number of tokens in a support, for the memory plan; 0 if no distribution is truncated."""
+        environments = self.environment.values() if isinstance(self.environment, Mapping) else [self.environment]
+        truncates = any(one is not None and one.truncates for one in environments)
+        return MAX_SUPPORT if truncates else self.sampling.max_support
+
     def seeded_sampling(self, device: torch.device) -> Sampling:
         """Return the sampling parameters of training, with the run's seed unless they have their own."""
         return self.sampling if self.sampling.seed is not None else replace(self.sampling, seed=run_seed())
@@ -202,6 +211,16 @@ class RolloutCallback(RLCallback, Generator):
             prompt_format=self.prompt_format,
             max_requeues=self.max_requeues,
         )
+
+    @property
+    def time_limits(self) -> dict[str, float] | None:
+        """Limits on a trajectory's seconds by configuration key; None if trajectories that have timed out are
+        trained on.
+        """
+        if has(self._module, CountsTimeouts) and self._module.count_timeouts:
+            return None
+        limits = {"rollout.trajectory_timeout": self.trajectory_timeout, "rollout.turn_timeout": self.turn_timeout}
+        return {key: seconds for key, seconds in limits.items() if seconds is not None}
 
     def make_verifier(self, sampler: TokenSampler, dtype: torch.dtype) -> TrajectoryVerifier | None:
         """Return the object that compares trajectories' log-probabilities with ``sampler``'s; None if turned off."""
@@ -367,8 +386,7 @@ class RolloutCallback(RLCallback, Generator):
         """
         if self._has_warned:
             return
-        truncated = [one for one in batch.trajectories if self.sampling.of(one.prompt).is_truncated]
-        samples = [sample for one in truncated for sample in one.samples]
+        samples = [sample for one in batch.trajectories for sample in self._truncated_samples(one)]
         sizes = np.concatenate([np.zeros(0), *(one.supports.sizes for one in samples if one.supports is not None)])
         num_sampled = sum(len(one.token_ids) for one in samples)
         num_unknown = num_sampled - np.count_nonzero(sizes)
@@ -389,6 +407,13 @@ class RolloutCallback(RLCallback, Generator):
             reason if len(sizes) else "The sampler returns no Sample.supports",
             f", or rollout.top_k={MAX_SUPPORT}" if len(sizes) else "",
         )
+
+    def _truncated_samples(self, trajectory: Trajectory) -> list[Sample]:
+        """Return the samples of a trajectory whose distributions were truncated."""
+        if TRUNCATED in trajectory.metrics:  # some, by requests of its own
+            known = [sample for sample in trajectory.samples if sample.supports is not None]
+            return known or trajectory.samples
+        return trajectory.samples if self.sampling.of(trajectory.prompt).is_truncated else []
 
     # Configuration
 

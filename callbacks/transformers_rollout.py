@@ -86,7 +86,7 @@ class TransformersRollout(RolloutCallback):
             rows, copied = 2 * rows, rows
         copy = replace(copy, num_engines=0, kv_cache_bytes=(rows + copied) * copy.sequence)
         return RolloutMemory(
-            engine=copy, bucket_bytes=0, itemsize=torch_dtype(dtype).itemsize, max_support=self.sampling.max_support
+            engine=copy, bucket_bytes=0, itemsize=torch_dtype(dtype).itemsize, max_support=self.max_support
         )
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
@@ -104,7 +104,12 @@ class TransformersRollout(RolloutCallback):
         rank_samplers = InProcessSamplers(samplers, dtype, can_sleep=can_sleep(device))
         sync = WeightSync(self._trainer, module, rank_samplers, self.verification)
         self._collector = Collector(
-            runner, InFlight(0), sync, max_failed_share=self.max_failed_share, verifier=verifier
+            runner,
+            InFlight(0),
+            sync,
+            max_failed_share=self.max_failed_share,
+            time_limits=self.time_limits,
+            verifier=verifier,
         )
         if runner is not None:
             runner.check()

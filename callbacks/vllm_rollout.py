@@ -79,7 +79,8 @@ class VLLMRollout(RolloutCallback):
         max_staleness: maximum number of updates between sampling a token and training on it; 0 is on-policy, and the
             engines wait while the actor is updated.
         oversample: additional prompts in flight, as a share of a step's prompts; a step trains on those that are
-            complete first, the oldest first. The others continue if ``max_staleness`` allows, or are requeued.
+            complete first, the oldest first. That is biased toward short ones. The others continue if ``max_staleness``
+            allows, or are requeued.
         cache_after_sync: whether completions that are running at a weight sync "keep" the keys and values of the old
             weights, or "recompute" them.
         gpu_memory_utilization: share of the device's memory that an awake engine may take; None for 0.45 if colocated,
@@ -167,6 +168,12 @@ class VLLMRollout(RolloutCallback):
         if stage == "fit":
             self.in_flight.clear()  # left by an earlier run; a checkpoint's groups are loaded later
             check_engine(trainer, module)
+            if self.options.oversample and global_rank() == COLLECTOR_RANK:
+                log.info(
+                    "rollout.oversample=%g: steps train on the trajectories that are complete first, which is biased "
+                    "toward short ones.",
+                    self.options.oversample,
+                )
         files = replace(
             ModelFiles.read(module.model_path, trust_remote_code=trusts_remote_code(module)),
             tokenizer=module.tokenizer,
@@ -205,6 +212,7 @@ class VLLMRollout(RolloutCallback):
             sync(pool, runner.loop),
             partial(runner.loop.call, pool.take_idle_seconds),
             max_failed_share=self.max_failed_share,
+            time_limits=self.time_limits,
             verifier=self.make_verifier(pool, engines.config.dtype),
         )
         runner.check()
@@ -269,7 +277,7 @@ class VLLMRollout(RolloutCallback):
             engine=engine,
             bucket_bytes=self.options.bucket_bytes,
             itemsize=itemsize,
-            max_support=self.sampling.max_support,
+            max_support=self.max_support,
         )
 
     @property

@@ -344,6 +344,13 @@ class HasSampling(Protocol):
     def sampling(self) -> "DataclassInstance": ...
 
 
+class CountsTimeouts(Protocol):
+    """A module with ``count_timeouts``: whether trajectories that have timed out count as sampled."""
+
+    @property
+    def count_timeouts(self) -> bool: ...
+
+
 class HasGroupSize(Protocol):
     """A module with the number of trajectories that it samples of each prompt, ``samples_per_prompt``."""
 

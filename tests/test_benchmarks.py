@@ -1,6 +1,7 @@
 """The scripts of benchmarks/ say what they take, and measure a run from end to end."""
 
 import argparse
+import asyncio
 import importlib
 import importlib.util
 import json
@@ -9,6 +10,8 @@ import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -18,6 +21,7 @@ from programs import read_csv, run_python
 from waiting import still_running
 
 from rlightning.callbacks import VLLMRollout
+from rlightning.types import Prompt
 
 pytestmark = pytest.mark.processes
 RunBenchmark = Callable[[str, str], str]
@@ -294,6 +298,61 @@ def test_steps_on_more_devices_are_predicted(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "out" / "scaling.svg").read_text()
 
 
+def test_waits_of_agents_repeat_from_run_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    async def play(waits: Any, index: int) -> float:
+        await waits.reset(Prompt(index, "", [1], {}))
+        for _ in range(2):
+            *_, info = await waits.step("")
+        return float(info["waited"])
+
+    async def play_all() -> list[float]:
+        work = importlib.reload(importlib.import_module("agent_work"))  # as a new process
+        played = (play(work.Waits(num_turns=2, shortest=0.0, longest=0.01), index) for index in (0, 0, 1, 0))
+        return list(await asyncio.gather(*played))
+
+    first, second = (asyncio.run(play_all()) for _ in range(2))
+    assert first == second and len(set(first)) == 4
+
+
+def make_row(waited: float, engine: float, environment: float) -> dict[str, Any]:
+    timings = [("trajectory", engine + environment), ("engine", engine), ("environment", environment)]
+    return {"step": 2, "metrics": [("waited", waited)], "timings": timings}
+
+
+def test_step_that_waits_is_compared_with_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    agents = importlib.import_module("agents")
+    seconds = {"waits": 6.0, "does not wait": 2.0, "alone": 1.0}
+    jobs: dict[str, Any] = {}
+
+    def fit(job: Any, *_: Any) -> Any:
+        jobs[job.name] = job.config["environment"]["init_args"]["arguments"]
+        run = SimpleNamespace(
+            folder=job.name, metrics=lambda: [{"time/generate": 99.0}, {"time/generate": seconds[job.name]}]
+        )
+        return SimpleNamespace(require_success=lambda: run)
+
+    rows = [{**make_row(9.0, 1.0, 9.0), "step": 1}, make_row(4.0, 1.0, 4.5), make_row(3.0, 0.5, 3.0)]
+    monkeypatch.setattr(agents, "fit", fit)
+    monkeypatch.setattr(agents, "trajectories", lambda folder: rows)
+    monkeypatch.setattr(agents, "grpo_config", lambda _, **settings: settings | {"trainer": {}})
+    (row,) = agents.measure_waiting(argparse.Namespace(prompts=1, samples=2, turns=2, new_tokens=4, steps=2))
+    assert (row["of bound"], row["of wait"], row["longest wait, s"]) == (6 / (4 + 1), 6 / 4, 4.0)
+    assert [row[name] for name in ("the last: environment, s", "engine, s", "else, s")] == [4.0, 1.0, 0.5]
+    assert {name: one["longest"] for name, one in jobs.items()} == {"waits": 2.0, "does not wait": 0.0, "alone": 0.0}
+
+
+@pytest.mark.slow
+def test_idle_sessions_of_agents_are_measured(run_benchmark: RunBenchmark) -> None:
+    printed = run_benchmark("agents", "--part idle --sessions 4 --idle 2 --new-tokens 4 -- --model.compile false")
+    *_, header, _, row = printed.strip().splitlines()
+    measured = dict(zip(header.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True))
+    assert measured["sessions"] == "4" and float(measured["a session, KiB"].replace(",", "")) > 0
+    assert 0 <= float(measured["CPU, s a second"]) < 4
+
+
 @pytest.mark.long
 def test_collectors_work_is_measured_without_engines(tmp_path: Path) -> None:
     options = ("--prompts", "2", "--samples", "2", "--max-new-tokens", "64", "--out", "out")
@@ -301,7 +360,9 @@ def test_collectors_work_is_measured_without_engines(tmp_path: Path) -> None:
     (row,) = read_csv(tmp_path / "out" / "table.csv")
     assert (row["trajectories"], row["tokens"]) == ("4", "64")
     assert float(row["KB"]) > 64 * 16 / 1e3  # an id, a log-probability and a weight version a token
-    assert all(float(row[name]) > 0 for name in ("collect, us", "pack, us", "unpack, us", "trajectories/s"))
+    assert all(float(row[name]) > 0 for name in ("pack, us", "unpack, us", "trajectories/s"))
+    assert 0 < float(row["least"]) <= float(row["collect, us"]) <= float(row["most"])
+    assert float(row["sampler alone, us"]) > 0
 
 
 def test_raised_bound_reaches_rollout_and_loss(monkeypatch: pytest.MonkeyPatch) -> None:

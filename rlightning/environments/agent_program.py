@@ -13,7 +13,9 @@ from rlightning.environments.agent_command import AgentCommand, RewardSource
 from rlightning.environments.agent_function import MAX_IDLE_CONNECTIONS, Access, AgentFunction
 from rlightning.environments.agent_workers import AgentWorkers, start_workers
 from rlightning.environments.endpoint import Endpoint, Session
+from rlightning.environments.endpoint.server import MAX_SESSIONS
 from rlightning.environments.environment import Environment, Places, Policy
+from rlightning.environments.policy import as_recorded
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.types.trajectory import Outcome, Prompt
@@ -95,13 +97,23 @@ class AgentProgram(Environment):
             self._workers = start_workers(self._function, num_workers, max_trajectories, workers or {})
         self.command = AgentCommand(command, folder, variables or {}, reward) if command else None
         try:
-            room = max(MIN_CONNECTIONS, 2 * MAX_IDLE_CONNECTIONS * max_trajectories)
-            self.endpoint = Endpoint(**({"max_connections": room} | dict(endpoint or {})))
+            bounds = {
+                "max_connections": max(MIN_CONNECTIONS, 2 * MAX_IDLE_CONNECTIONS * max_trajectories),
+                "max_sessions": max(MAX_SESSIONS, max_trajectories),
+            }
+            self.endpoint = Endpoint(**(bounds | dict(endpoint or {})))
         except TypeError as error:
             raise ConfigError(f"AgentProgram: endpoint={cut_value(endpoint)}: {cut_line(error)}.") from error
+        self.truncates = self.endpoint.truncates
         most, num_kept = self.endpoint.max_connections, MAX_IDLE_CONNECTIONS * max_trajectories
         rule = f"endpoint.max_connections={most} must be above the {num_kept} of max_trajectories={max_trajectories}"
-        check_rules({f"AgentProgram: {rule}": agent is None or num_kept < most})
+        sessions = f"endpoint.max_sessions={self.endpoint.max_sessions} must be at least max_trajectories"
+        check_rules(
+            {
+                f"AgentProgram: {rule}": agent is None or num_kept < most,
+                f"AgentProgram: {sessions}={max_trajectories}": max_trajectories <= self.endpoint.max_sessions,
+            }
+        )
         self.places = Places(max_trajectories)
 
     async def check(self) -> None:
@@ -125,7 +137,7 @@ class AgentProgram(Environment):
         Raises:
             LimitReachedError: the agent failed because a sequence has its maximum length.
         """
-        async with self.endpoint.open(policy) as session:
+        async with self.endpoint.open(as_recorded(policy)) as session:
             outcome = await session.policy.clock.run(self._run_agent(prompt, session), self.timeout, "The agent")
         recorder = session.policy.recorder
         if outcome.status not in UNFINISHED and not recorder.branches:

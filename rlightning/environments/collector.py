@@ -9,13 +9,13 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from rlightning import intervals
-from rlightning.environments.failures import EnvironmentTotals
+from rlightning.environments.environment_totals import EnvironmentTotals
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import EnvironmentRunner
 from rlightning.environments.snapshots import SavedTrajectory
@@ -93,14 +93,14 @@ class Collector:
         in_flight: prompts that were added and whose groups have not been returned.
         weights: sends the actor's weights to the sampler.
         take_idle_seconds: returns the engines' idle seconds since its last call.
-        max_failed_share: maximum share of a step's trajectories that may fail.
+        max_failed_share, time_limits: see :class:`~rlightning.environments.environment_totals.EnvironmentTotals`.
         verifier: verifies the trajectories of each step; None for no verification.
 
     Attributes:
         has_changed: event to be set when the result of :meth:`Weights.needs_sync` may have changed.
         is_training: whether trajectories are for training. Otherwise any may fail, and none is verified.
         totals: counts of the step.
-        environments: counts of failed and verified trajectories in the step.
+        environments: counts of failed, timed-out and verified trajectories in the step.
     """
 
     def __init__(
@@ -111,10 +111,11 @@ class Collector:
         take_idle_seconds: Callable[[], float] = lambda: 0.0,
         *,
         max_failed_share: float = 1.0,
+        time_limits: Mapping[str, float] | None = None,
         verifier: TrajectoryVerifier | None = None,
     ) -> None:
         self.in_flight, self.has_changed, self.totals = in_flight, threading.Event(), StepTotals()
-        self.is_training, self.environments = True, EnvironmentTotals(max_failed_share)
+        self.is_training, self.environments = True, EnvironmentTotals(max_failed_share, time_limits)
         self._verifier = verifier
         self._verification: Future[Gap] | None = None
         self._runner, self.weights, self._take_idle_seconds = runner, weights, take_idle_seconds
@@ -124,7 +125,7 @@ class Collector:
     def begin_step(self) -> StepTotals:
         """Reset the counts for a new step, and return the totals of the step before."""
         totals, self.totals = self.totals, StepTotals()
-        self.environments = EnvironmentTotals(self.environments.max_failed_share)
+        self.environments = self.environments.next_step()
         if self._runner is not None:
             self._runner.num_requeues, self._runner.first_failure = 0, None
         return totals
@@ -272,7 +273,7 @@ class Collector:
             self.environments.num_expected += num_trajectories
 
     def _count_failures(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raise an EnvironmentFailedError if too large a share of the step's trajectories has failed."""
+        """Raise an EnvironmentFailedError if too many of the step's trajectories have failed or timed out."""
         if self.is_training and self._runner is not None:
             self.environments.count(trajectories, self._runner.first_failure)
 

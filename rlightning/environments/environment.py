@@ -157,11 +157,14 @@ class Environment:
     Attributes:
         has_tools: whether the policy gets tools, which require a chat template that supports tool calls.
         runs_in_workers: whether the environment may run in a process other than the trainer's.
+        truncates: whether requests may have their own ``top_p``, ``top_k`` or ``min_p``, for whose supports memory is
+            planned.
         places: limit on concurrent trajectories; the time of waiting ones does not count. None for no limit.
     """
 
     has_tools = False
     runs_in_workers = True
+    truncates = False
     places: Places | None = None
 
     async def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Validates outcomes that environments return, and converts them to and from plain types."""
+"""Outcomes of environments: validation, the reward of the whole trajectory, and conversion to and from plain types."""
 
 from __future__ import annotations
 
@@ -59,6 +59,18 @@ def _read_number(value: object, what: str, place: str) -> float:
     if not isinstance(value, float | int | SupportsFloat):  # the usual types first: checks of protocols are slow
         raise TypeError(f"{place} returned the {what} {cut_value(value)}, and has to return a number.")
     return float(value)
+
+
+def total_reward(outcome: Outcome) -> float | None:
+    """Return a trajectory's reward: the outcome's own, else the sum of its turns' rewards, else the mean reward of its
+    agents' traces; None if the environment gave none of them.
+    """
+    traces = read_traces(outcome.traces)
+    if outcome.reward is not None:
+        return outcome.reward
+    if outcome.turn_rewards:
+        return math.fsum(outcome.turn_rewards)
+    return math.fsum(trace.reward for trace in traces) / len(traces) if traces else None
 
 
 def outcome_to_plain(outcome: Outcome) -> Fields:

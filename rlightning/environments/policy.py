@@ -6,7 +6,6 @@ trained on again.
 """
 
 import logging
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +13,9 @@ from typing import Any
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.clock import Clock
-from rlightning.environments.environment import AskLimitError, LimitReachedError, Reply
+from rlightning.environments.environment import AskLimitError, LimitReachedError, Policy, Reply
 from rlightning.environments.messages import AssistantMessage, Message
-from rlightning.environments.outcomes import outcome_from_plain, outcome_to_plain
+from rlightning.environments.outcomes import outcome_from_plain, outcome_to_plain, total_reward
 from rlightning.environments.recorder import Mark, RecordedTurn, Recorder
 from rlightning.environments.snapshots import SavedTrajectory, copy_plain
 from rlightning.errors import RequestRefusedError, StreamLostError
@@ -39,7 +38,13 @@ log = logging.getLogger(__name__)
 
 CONSTRAINED = "constrained_turns"
 """Metric: the number of a trajectory's constrained turns; only of trajectories with such turns."""
-SETTINGS = ("tools", "attempt", "temperature", "num_requested", "num_constrained", "has_reached_limit")
+TRUNCATED = "truncated_turns"
+"""Metric: the number of a trajectory's turns sampled with another top_p, top_k or min_p than the run's; only of
+trajectories with such turns.
+"""
+SETTINGS = (
+    *("tools", "attempt", "temperature", "num_requested", "num_constrained", "num_truncated", "has_reached_limit"),
+)
 """Attributes of :class:`RecordedPolicy` that a checkpoint saves."""
 PART_BITS = 32
 """Bits for the turn's number in the number of its random stream; the higher bits number the parts of a trajectory."""
@@ -80,6 +85,7 @@ class RecordedPolicy:
         num_requested: number of requested turns.
         num_constrained: number of turns that a request constrained, such as to a JSON schema, so that their
             distribution changed.
+        num_truncated: number of turns for which a request changed ``top_p``, ``top_k`` or ``min_p``.
     """
 
     def __init__(
@@ -96,7 +102,8 @@ class RecordedPolicy:
         self.sampling = request.sampling
         self.temperature: float | None = None
         self.has_reached_limit = False
-        self.num_constrained, self.has_snapshots = 0, False
+        self.num_constrained = self.num_truncated = 0
+        self.has_snapshots = False
         self.failure: Exception | None = None
         self.progress: Outcome | None = None
         self.on_turn: Callable[[], None] = lambda: None
@@ -222,7 +229,7 @@ class RecordedPolicy:
         self.recorder.load(made.branches, made.turns)
         settings = saved["settings"]
         for name in SETTINGS:
-            setattr(self, name, settings[name])
+            setattr(self, name, settings.get(name, getattr(self, name)))  # older checkpoints lack some
         self.progress = settings["progress"] and outcome_from_plain(settings["progress"])
 
     def save(self, outcome: Outcome | None) -> SavedTrajectory | None:
@@ -301,6 +308,7 @@ class RecordedPolicy:
             raise
         self.has_reached_limit = False
         self.num_constrained += num_samples if sampling.json_schema is not None else 0
+        self.num_truncated += num_samples if sampling.truncation != self.sampling.truncation else 0
         self.on_turn()
         return self.recorder.record(reservation, samples, observations, messages)
 
@@ -309,6 +317,7 @@ class RecordedPolicy:
         cut the last turn.
         """
         prompt = self._request.prompt
+        unusual = {CONSTRAINED: self.num_constrained, TRUNCATED: self.num_truncated}
         is_usual = self.temperature in (None, self.sampling.temperature)
         return Trajectory(
             prompt if is_usual else prompt._replace(temperature=self.temperature),
@@ -317,23 +326,24 @@ class RecordedPolicy:
             "truncated" if outcome.status == "finished" and self.is_cut else outcome.status,
             reward=total_reward(outcome),
             turn_rewards=outcome.turn_rewards,
-            metrics=outcome.metrics | ({CONSTRAINED: float(self.num_constrained)} if self.num_constrained else {}),
+            metrics=outcome.metrics | {name: float(number) for name, number in unusual.items() if number},
             timings={"trajectory": seconds},
             error=outcome.error,
             traces=read_traces(outcome.traces),
         )
 
 
-def total_reward(outcome: Outcome) -> float | None:
-    """Return a trajectory's reward: the outcome's own, else the sum of its turns' rewards, else the mean reward of its
-    agents' traces; None if the environment gave none of them.
+def as_recorded(policy: Policy) -> RecordedPolicy:
+    """Return ``policy`` as the RecordedPolicy that it is in the trainer's process.
+
+    Raises:
+        TypeError: it is the policy of an environment in a worker process.
     """
-    traces = read_traces(outcome.traces)
-    if outcome.reward is not None:
-        return outcome.reward
-    if outcome.turn_rewards:
-        return math.fsum(outcome.turn_rewards)
-    return math.fsum(trace.reward for trace in traces) / len(traces) if traces else None
+    if not isinstance(policy, RecordedPolicy):
+        raise TypeError(
+            f"A {type(policy).__name__} is no policy of the trainer's process. Set runs_in_workers = False."
+        )
+    return policy
 
 
 def failed_outcome(prompt: Prompt, error: Exception | str, details: str = "") -> Outcome:

@@ -131,7 +131,7 @@ class RecordedGroup:
                 self.started_at[number] = monotonic()
                 try:
                     with self._clocks[number].timing():
-                        outcome = await self._run_again(run, number)
+                        outcome = await self._attempt_within_budget(run, number)
                         self._ended[number] = deepcopy(outcome)  # run_group may change its copy
                         return outcome
                 finally:
@@ -147,7 +147,7 @@ class RecordedGroup:
             if running:
                 await asyncio.wait(running, timeout=intervals.CANCEL_GRACE)
 
-    async def _run_again(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
+    async def _attempt_within_budget(self, run: Callable[[Policy], Awaitable[Outcome]], number: int) -> Outcome:
         """Make a trajectory; repeat it if its worker was lost. A budget limits losses that it may have caused."""
         num_caused = 0
         while True:

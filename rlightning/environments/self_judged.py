@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from rlightning.environments.environment import AskLimitError, Environment, LimitReachedError, Policy, PolicyGroup
-from rlightning.environments.outcomes import check_outcome
-from rlightning.environments.policy import RecordedPolicy, total_reward
+from rlightning.environments.outcomes import check_outcome, total_reward
+from rlightning.environments.policy import RecordedPolicy
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut
@@ -57,7 +57,7 @@ class SelfJudged(Environment):
         )
         self.environment = environment or SingleTurn()
         self.weight, self.max_new_tokens = weight, max_new_tokens
-        self.has_tools = self.environment.has_tools
+        self.has_tools, self.truncates = self.environment.has_tools, self.environment.truncates
 
     async def check(self) -> None:
         """Raise a ConfigError if the rubric or the environment cannot be used."""

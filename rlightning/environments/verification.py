@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlightning.environments.policy import CONSTRAINED
+from rlightning.environments.policy import CONSTRAINED, TRUNCATED
 from rlightning.errors import ConfigError, VerificationError
 from rlightning.rollout import Sampling, TokenSampler
 from rlightning.seeds import mix_seed
@@ -203,5 +203,5 @@ def _changed_settings(sampling: Sampling) -> dict[str, object]:
 def _is_comparable(trajectory: Trajectory, sampling: Sampling, version: int) -> bool:
     """Return whether the sampler has the same weights and distribution as when the trajectory was sampled."""
     versions = {one for sample in trajectory.samples for one in sample.weight_versions}
-    is_usual = not _changed_settings(sampling.of(trajectory.prompt)) and CONSTRAINED not in trajectory.metrics
-    return versions == {version} and is_usual
+    is_usual = not _changed_settings(sampling.of(trajectory.prompt))
+    return versions == {version} and is_usual and trajectory.metrics.keys().isdisjoint((CONSTRAINED, TRUNCATED))

@@ -282,7 +282,7 @@ class RLModule(EvaluationSteps):
             metrics = rollout_metrics(batch, self.world_sum, self.all_max, compared=compared)
             self.log_dict(metrics | {"trajectory/not_sampled": float(num_lost)})
         step, is_logging = self.trainer.global_step + 1, self.trainer.is_global_zero
-        self.without_signal.count(step, num_sampled, num_kept, is_logging=is_logging)
+        self.without_signal.count(step, num_sampled, num_kept, num_lost, is_logging=is_logging)
         return self.batch_type.concatenate(kept) if num_kept else None
 
     def balance(self, batch: RolloutBatch) -> RolloutBatch:

@@ -77,6 +77,11 @@ class Sampling:
         check_rules(rules)
 
     @property
+    def truncation(self) -> tuple[float, int, float]:
+        """``top_p``, ``top_k`` and ``min_p``."""
+        return self.top_p, self.top_k, self.min_p
+
+    @property
     def is_truncated(self) -> bool:
         """Whether ``top_p``, ``top_k`` or ``min_p`` truncate the distribution."""
         return self.temperature > 0 and bool(self.top_p < 1 or self.top_k or self.min_p)

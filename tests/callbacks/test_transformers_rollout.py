@@ -3,8 +3,10 @@
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import openai
 import pytest
 import torch
 from cli_project import fit_here
@@ -16,8 +18,10 @@ from tiny import copy_weights, write_sums
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import ValidationSet
+from rlightning.environments import AgentProgram
 from rlightning.errors import EngineError
 from rlightning.parallel.fsdp import FSDP
+from rlightning.rollout.sampler import MAX_SUPPORT
 from rlightning.types import RolloutBatch
 from rlightning.types.supports import Supports
 
@@ -90,6 +94,37 @@ def test_truncated_run_has_gap_of_plain_one(
     predictions: Any = trainer.predict(module, data)  # which train nothing
     samples = [one.completion for batch in predictions for _, group in batch for one in group]
     assert len(samples) == 16 * 8 and all(one.supports is None for one in samples)
+
+
+async def truncate(client: openai.AsyncOpenAI, prompt: Any) -> float:
+    """A turn as the run samples, and one or two by parameters of the agent's."""
+    text = prompt.text
+    for own in ({}, {"top_p": 0.6}, {"top_k": 3, "min_p": 0.01})[: 2 + prompt.index % 2]:
+        answer = await client.completions.create(model="any", prompt=text, extra_body=own)
+        text += answer.choices[0].text
+    return float(len(text) % 3)
+
+
+@pytest.mark.long
+def test_agents_own_truncation_has_gap_of_plain_one(
+    engine_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also with plain turns beside, in micro-batches and with a reference; verification leaves them out."""
+    plan = {"max_tokens_per_microbatch": 64, "samples_per_prompt": 4}
+    module = make_module(engine_model, lr=1e-3, kl_coef=0.1, entropy_coef=0.01, rewards=[], **plan)
+    agent = AgentProgram(truncate, endpoint={"allowed": ["top_p", "top_k", "min_p"]})
+    rollout, witness = make_rollout(environment=agent, max_new_tokens=4, verify_trajectories=True), Witness()
+    make_trainer(tmp_path, 3, rollout, witness).fit(module, make_data(tmp_path))
+    assert len(witness.steps) == 3 and all(step["policy/rollout_gap_max"] < 1e-5 for step in witness.steps)
+    assert witness.steps[0]["policy/kl"] == pytest.approx(0, abs=1e-6)
+    for batch in witness.batches:
+        assert {one.metrics["truncated_turns"] for one in batch.trajectories} == {1.0, 2.0}
+        assert batch.supports is not None
+        is_cut = (batch.supports >= 0).any(1)
+        assert 0 < int(is_cut.sum()) < len(is_cut)
+        assert ((batch.supports == batch.token_ids[batch.sampled_index][:, None]).any(1) == is_cut).all()
+    assert rollout.max_support == MAX_SUPPORT and make_rollout().max_support == 0
+    assert "Sample.supports" not in caplog.text and "tokens were drawn from more" not in caplog.text
 
 
 def test_missing_supports_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,6 +244,20 @@ def test_bad_argument_is_one_line(
     lines = [line for line in errors.splitlines() if line.startswith("error")]
     assert len(lines) == 1
     assert re.match(message, lines[0]), lines[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "limits"),
+    [
+        (SimpleNamespace(), {"rollout.trajectory_timeout": 3600.0, "rollout.turn_timeout": 60.0}),
+        (SimpleNamespace(count_timeouts=False), {"rollout.trajectory_timeout": 3600.0, "rollout.turn_timeout": 60.0}),
+        (SimpleNamespace(count_timeouts=True), None),
+    ],
+)
+def test_time_limits_are_none_if_timeouts_count(module: Any, limits: dict[str, float] | None) -> None:
+    rollout = TransformersRollout(turn_timeout=60.0)
+    rollout._policy = module
+    assert rollout.time_limits == limits
 
 
 def test_rollout_without_set_up_is_an_error() -> None:

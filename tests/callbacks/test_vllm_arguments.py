@@ -91,7 +91,8 @@ def started_with(rollout: VLLMRollout, engine_model: str, folder: Path, monkeypa
     """The configuration that an engine would have been started with."""
     monkeypatch.setattr(Engine, "start", lambda engine: None)
     trainer = make_trainer(folder, 1, rollout)
-    monkeypatch.setattr(rollout, "generate", lambda *_: (_ for _ in ()).throw(KeyError("far enough")))
+    for method in ("generate", "collect_trajectories"):
+        monkeypatch.setattr(rollout, method, lambda *_: (_ for _ in ()).throw(KeyError("far enough")))
     engines: list[Engine] = []
     monkeypatch.setattr(Engine, "close", lambda engine: engines.append(engine))
     with pytest.raises(KeyError, match="far enough"):
@@ -114,6 +115,22 @@ def test_truncated_engine_returns_supports(
 ) -> None:
     config = started_with(make_rollout(**truncation), engine_model, tmp_path, monkeypatch)
     assert config.engine_args["max_logprobs"] == 129
+
+
+@pytest.mark.parametrize("oversample", [0.0, 0.25])
+def test_oversampling_is_said_to_be_biased(
+    oversample: float,
+    engine_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO", "rlightning"):
+        started_with(make_rollout(oversample=oversample), engine_model, tmp_path, monkeypatch)
+    line = (
+        "rollout.oversample=0.25: steps train on the trajectories that are complete first, which is biased toward short"
+    )
+    assert caplog.text.count(line) == bool(oversample)
 
 
 def test_a_single_stop_string_is_not_taken_apart() -> None:

@@ -21,12 +21,20 @@ class CollectorRun:
         error: raised instead, if there is one.
     """
 
-    def __init__(self, sampler: Any, environment: Environment | None = None, *, max_staleness: int = 1) -> None:
+    def __init__(
+        self,
+        sampler: Any,
+        environment: Environment | None = None,
+        *,
+        max_staleness: int = 1,
+        timeout: float | None = None,
+        **limits: Any,
+    ) -> None:
         self.sampler, self.num_syncs, self.num_needed = sampler, 0, 0
         self.error: BaseException | None = None
-        runner = EnvironmentRunner(sampler, sampler.tokenizer, environment, max_length=4000)
+        runner = EnvironmentRunner(sampler, sampler.tokenizer, environment, max_length=4000, timeout=timeout)
         # Engines that have had nothing to do for far longer than any test takes.
-        self.collector = Collector(runner, InFlight(max_staleness), self, lambda: 1e6)
+        self.collector = Collector(runner, InFlight(max_staleness), self, lambda: 1e6, **limits)
 
     def sync_weights(self) -> None:
         self.num_syncs += 1

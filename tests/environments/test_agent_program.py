@@ -85,6 +85,21 @@ def test_a_dead_engine_ends_an_agents_run() -> None:
         run_agent(AgentProgram(my_agents.swallows), error=EngineError("The engine is gone."))
 
 
+async def ask_at_once(base_url: str, api_key: str, messages: Any) -> float:
+    """Ask more often than there are connections, and take every error for a wrong answer."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        asked = [client.chat.completions.create(model="any", messages=messages) for _ in range(5)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    return 0.0 if any(isinstance(one, Exception) for one in answers) else 1.0
+
+
+def test_full_endpoint_is_no_reward() -> None:
+    environment = AgentProgram(ask_at_once, max_trajectories=1, endpoint={"max_connections": 3})
+    (one,) = run_agent(environment, *["1"] * 5)
+    assert (one.status, one.reward) == ("failed", None)
+    assert "EndpointFullError: The endpoint has environment.endpoint.max_connections=3 requests" in str(one.error)
+
+
 class Swallows(Environment):
     """Takes every error for a wrong answer; a sibling of the first waits."""
 
@@ -157,6 +172,11 @@ def test_an_agent_out_of_time_was_not_sampled(own: float | None, run_s: float) -
             lambda: AgentProgram(AGENT, max_trajectories=2048, endpoint={"max_connections": 4096}),
             r"max_connections=4096 must be above the 4096 of max_trajectories=2048\.$",
         ),
+        (
+            lambda: AgentProgram(AGENT, max_trajectories=3, endpoint={"max_sessions": 2}),
+            r"endpoint\.max_sessions=2 must be at least max_trajectories=3\.$",
+        ),
+        (lambda: AgentProgram(AGENT, endpoint={"max_sessions": 0}), r"^endpoint\.max_sessions=0 must be at least 1\.$"),
         (lambda: AgentProgram(AGENT, num_workers=-1), r"num_workers=-1 must be at least 0\.$"),
         (lambda: AgentProgram(command=["true"], num_workers=2), r"a command is a process of its own\.$"),
     ],

@@ -7,6 +7,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from collector_cases import CollectorRun, runs_of
 from rlightning.environments import Environment, Policy
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import EnvironmentRunner
-from rlightning.errors import EngineError
+from rlightning.errors import EngineError, EnvironmentFailedError
 from rlightning.rollout import Sampling
 from rlightning.rollout.async_metrics import WINDOW_STEPS, BottleneckMonitor
 from rlightning.types import Outcome, Prompt, Sample
@@ -94,6 +95,62 @@ class Run(CollectorRun):
 def make_run() -> Iterator[Callable[..., Run]]:
     with runs_of(Run) as make:
         yield make
+
+
+class Outcomes(Environment):
+    """Ends each trajectory as its prompt says."""
+
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        await policy.chat()
+        if prompt.text == "failed":
+            raise OSError("no sandbox")
+        if prompt.text == "timeout":
+            return Outcome(status="timeout", error="The agent took more than 60 s.")
+        if prompt.text == "waits":
+            await asyncio.Event().wait()
+        return Outcome(reward=1.0)
+
+
+LIMITS = {"rollout.trajectory_timeout": 0.01}
+ALL_LATE = (
+    r"^All 3 trajectories of the step timed out, so that none was sampled\. The first one: It took more than 0\.01 s\. "
+    r"Raise rollout\.trajectory_timeout=0\.01, or a limit of the environment's own, if the environment needs longer; "
+)
+ALL_LOST = (
+    r"^2 of the 3 trajectories of the step timed out, so that none was sampled\. 1 failed\. The first one: The agent "
+    r"took more than 60 s\. Raise rollout\.trajectory_timeout=0\.01"
+)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "settings", "line"),
+    [
+        (["waits", "waits", "waits"], {"time_limits": LIMITS, "timeout": 0.01}, ALL_LATE),
+        (["timeout", "failed", "timeout"], {"time_limits": LIMITS}, ALL_LOST),
+        (["timeout", "timeout", "timeout"], {"time_limits": {}}, r"60 s\. Raise the environment's own limit, if"),
+        (["timeout", "timeout", "finished"], {"time_limits": LIMITS}, None),
+        (["timeout", "timeout", "timeout"], {"time_limits": None}, None),  # they are trained on
+        (["timeout", "failed", "timeout"], {"time_limits": LIMITS, "max_failed_share": 1.0}, None),
+    ],
+)
+@pytest.mark.parametrize("method", ["collect", "generate"])
+def test_step_without_trajectories_in_time_ends_the_run(
+    method: str, statuses: list[str], settings: dict[str, Any], line: str | None
+) -> None:
+    sampler = ImmediateSampler(lambda _: True)
+    requests = [(Prompt(index, text, [index], {}), 0) for index, text in enumerate(statuses)]
+    with runs_of(CollectorRun) as make:
+        run = make(sampler, Outcomes(), **{"max_failed_share": 0.5, **settings})
+        expectation = nullcontext() if line is None else pytest.raises(EnvironmentFailedError, match=line)
+        with expectation:
+            for _ in range(2):  # each step counts its own
+                run.collector.begin_step()
+                if method == "collect":
+                    run.collect(3, *requests)
+                else:
+                    run.collector.generate(requests, 1, Sampling(), None)
+        run.collector.is_training = False
+        run.collector.generate(requests, 1, Sampling(), None)
 
 
 def test_bottleneck_counts_steps_however_often_refilled(make_run: Callable[..., Run]) -> None:

@@ -3,16 +3,18 @@
 import asyncio
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
 from agent_cases import connect, finish, run, serve, trained
+from attempts import CannedPolicy
 from endpoint_cases import END, MORE, SAID, USER, ask, get_refusal, make
 from waiting import PATIENCE_SECONDS
 
 from rlightning.environments.endpoint import Endpoint
+from rlightning.environments.endpoint.errors import EndpointFullError
 from rlightning.errors import ConfigError, EngineError, RequestRefusedError
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}}
@@ -55,9 +57,32 @@ def test_refused_schema_is_the_clients_error(follows: bool, form: Any, reason: s
     assert not policy.recorder.turns
 
 
-def test_only_response_format_may_be_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"^endpoint\.allowed=\['top_p'\] may have 'response_format' alone\.$"):
-        Endpoint(allowed=["top_p"])
+def test_unknown_parameter_cannot_be_allowed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^endpoint\.allowed=\['stop', 'top_p'\] may have response_format, top_p, top"
+    ):
+        Endpoint(allowed=["top_p", "stop"])
+
+
+TRUNCATIONS = [({"top_p": 0.5}, (0.5, 20, 0.0)), ({"min_p": 0.1}, (1.0, 20, 0.1)), ({"top_k": -1}, (1.0, 0, 0.0))]
+
+
+@pytest.mark.parametrize(("given", "truncation"), TRUNCATIONS)
+def test_truncation_is_refused_or_the_turns_own(given: dict[str, float], truncation: tuple[float, int, float]) -> None:
+    (name,) = given
+    policy, sampler, _ = make("One.", "Two.", sampling={"top_k": 20})
+    error = get_refusal(policy, extra_body=given)
+    assert error.param == name and "or to those that it honours (environment.endpoint.allowed)" in error.message
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        await ask(client, [USER], extra_body=given)
+        await ask(client, [USER, SAID, MORE])
+        with pytest.raises(openai.BadRequestError, match=f"{name}=-2"):
+            await ask(client, [USER], extra_body={name: -2})
+
+    trajectory = run(policy, use, allowed=[name])
+    assert [sampling.truncation for sampling in sampler.samplings] == [truncation, (1.0, 20, 0.0)]
+    assert trajectory.metrics == {"truncated_turns": 1.0}
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
@@ -213,6 +238,78 @@ def test_sdk_retries_requests_beyond_the_limit() -> None:
         await asyncio.gather(*(ask(client, [USER]) for _ in range(6)))
 
     assert run(policy, use, max_requests=4).status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shape"),
+    [
+        ("/v1/chat/completions", {"messages": [USER]}, {"type": "server_error", "param": None, "code": None}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 9}, {"type": "api_error"}),
+    ],
+)
+def test_request_beyond_max_connections_fails_its_session(
+    path: str, body: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    first, sampler, _ = make("One.", delay=3600.0)
+    second, unused, _ = make("Two.")
+    line = "The endpoint has environment.endpoint.max_connections=1 requests under way. Raise it, or run fewer trajecto"
+
+    async def talk() -> None:
+        endpoint = Endpoint(max_connections=1)
+        async with endpoint.open(first) as session, httpx.AsyncClient(base_url=endpoint.url) as client:
+
+            async def post(key: str) -> httpx.Response:
+                headers = {"Authorization": f"Bearer {key}"}
+                return await client.post(path, json={"model": "any", **body}, headers=headers, timeout=60)
+
+            waiting = asyncio.ensure_future(post(session.key))
+            while not sampler.histories:
+                await asyncio.sleep(0.01)
+            assert (await post("wrong")).status_code == 401  # which is not counted
+            with pytest.raises(EndpointFullError, match=line):
+                async with endpoint.open(second) as other:
+                    answer = await post(other.key)
+                    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
+                    error = answer.json()["error"]
+                    assert error.pop("message").startswith(line) and error == shape
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            while sampler.cancelled == 0:
+                await asyncio.sleep(0.01)
+            sampler.delay, sampler.texts = 0.0, ["One."]
+            assert (await post(session.key)).status_code == 200
+        await endpoint.close()
+
+    asyncio.run(asyncio.wait_for(talk(), PATIENCE_SECONDS))
+    assert not unused.histories
+
+
+def test_session_beyond_max_sessions_is_refused() -> None:
+    async def talk() -> None:
+        endpoint = Endpoint(max_sessions=1)
+        try:
+            for _ in range(2):  # the second one after the first one's end
+                async with endpoint.open(make()[0]):
+                    with pytest.raises(
+                        EndpointFullError, match=r"environment\.endpoint\.max_sessions=1 sessions\. Rai"
+                    ):
+                        async with endpoint.open(make()[0]):
+                            pass
+        finally:
+            await endpoint.close()
+
+    asyncio.run(talk())
+
+
+def test_policy_of_a_worker_process_is_refused() -> None:
+    async def talk() -> None:
+        with pytest.raises(
+            TypeError, match=r"^A CannedPolicy is no policy of the trainer's .* Set runs_in_workers = Fal"
+        ):
+            async with serve(cast("Any", CannedPolicy())):
+                pass
+
+    asyncio.run(talk())
 
 
 def test_an_address_that_is_taken_is_one_line() -> None:

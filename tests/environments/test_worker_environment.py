@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from rlightning.environments import (
     clock,
 )
 from rlightning.environments.environment import TrajectoryLostError
+from rlightning.environments.messages import AssistantMessage, ToolCall
 from rlightning.environments.recorded_group import RecordedGroup
 from rlightning.errors import ConfigError, EngineError, EnvironmentFailedError
 from rlightning.rpc import worker_pool
@@ -77,6 +79,17 @@ class Replies(CannedPolicy):
         if self.num_sampled > 1 and self.error is not None:
             raise self.error
         return await super().sample(token_ids)
+
+
+class Calls(CannedPolicy):
+    """Calls a tool, and says what it got."""
+
+    async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
+        reply = await super().chat(*observations, tools=tools)
+        calls = () if len(self.heard) > 1 else (ToolCall("1", "add", '{"a": 1, "b": 2}'),)
+        if not calls:
+            assert [one["content"] for one in observations] == ["3"]
+        return Reply(reply, AssistantMessage("", None, calls))
 
 
 async def attempt(environment: WorkerEnvironment, *deeds: str) -> list[Outcome]:
@@ -345,14 +358,61 @@ def test_killed_trainer_leaves_no_worker(tmp_path: Path) -> None:
 # Interpreters, and what cannot start
 
 
-@pytest.fixture(scope="module")
-def other_python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter with msgpack, and nothing else."""
-    folder = tmp_path_factory.mktemp("other")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+def make_python(python: str, folder: Path) -> str:
+    """An interpreter with msgpack, and nothing else; without its extension if it is another version."""
+    subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True)
     (site_packages,) = (folder / "lib").glob("python*/site-packages")
     (site_packages / "msgpack").symlink_to(Path(msgpack.__file__).parent)
     return str(folder / "bin" / "python")
+
+
+@pytest.fixture(scope="module")
+def other_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_python(sys.executable, tmp_path_factory.mktemp("other"))
+
+
+def find_python(version: str) -> str | None:
+    """The interpreter of a version in PATH, or among pyenv's, whose shims in PATH may not run; None without one."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    folders = [one for one in os.environ["PATH"].split(os.pathsep) if Path(one).name != "shims"]
+    folders += [str(one) for one in sorted(pyenv.glob(f"versions/{version}.*/bin"))]
+    return shutil.which(f"python{version}", path=os.pathsep.join(folders))
+
+
+VERSIONS = [one for one in (f"3.{minor}" for minor in range(10, 15)) if one != "{}.{}".format(*sys.version_info)]
+FIRST_VERSION = next(filter(find_python, VERSIONS), None)
+"""The oldest that there is, whose test is not slow."""
+
+
+@pytest.mark.parametrize(
+    "version", [pytest.param(one, marks=[pytest.mark.slow] if one != FIRST_VERSION else []) for one in VERSIONS]
+)
+def test_worker_runs_in_each_version_of_python(version: str, tmp_path: Path) -> None:
+    """It gets the numbers that it sends and receives, its errors, and the tools of a trajectory."""
+    found = find_python(version)
+    if found is None:
+        pytest.skip(f"there is no python{version} in PATH")
+    python = make_python(found, tmp_path / "other")
+
+    async def work() -> None:
+        environment = make(tmp_path, python=python)
+        await environment.check()
+        [answered, failed] = await attempt(environment, "answer", "raise")
+        assert (answered.status, answered.metrics["heavy"]) == ("finished", 0)
+        assert answered.metrics["version"] == int(version.partition(".")[2])
+        assert answered.reward == Sample([], [-0.1], [], "", "stop").logprobs[0]
+        assert str(failed.error).rstrip().endswith("ConnectionError: the sandbox is gone")
+        await environment.close()
+        tools = {"tools": ["tool_cases.add", "tool_cases.greet"]}
+        environment = WorkerEnvironment("rlightning.environments.Tools", tools, python=python)
+        outcome = await environment.run(make_prompt("hi"), Calls())
+        assert (outcome.status, outcome.metrics) == (
+            "finished",
+            {"turns": 2.0, "tool_calls": 1.0, "tool_failures": 0.0},
+        )
+        await environment.close()
+
+    run(work())
 
 
 def test_other_interpreter_needs_msgpack_alone(tmp_path: Path, other_python: str) -> None:

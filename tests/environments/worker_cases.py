@@ -72,6 +72,7 @@ class Deeds(Environment):
             turn_rewards=[1.0],
             metrics={
                 **{"pid": os.getpid(), "heavy": len(heavy), "num_running": num_running},
+                "version": sys.version_info.minor,
                 "received": zlib.crc32(f"{sample.text} {prompt.columns}".encode(errors="surrogatepass")),
             },
             traces=[AgentTrace("me", 0.5, [0])],

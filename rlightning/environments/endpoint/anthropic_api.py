@@ -51,7 +51,9 @@ def _read_request(session: Session, body: JsonObject) -> tuple[RequestParameters
         del renamed["output_config"]
         log_left_to_template("output_config.effort")
     refuse_choices(body)
-    asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
+    asked = read_parameters(
+        renamed, session.policy.sampling, ignored=session.ignored, allowed=session.allowed, others=OWN
+    )
     with reading("messages"):
         messages = list(_read_messages(body))
     with reading("tools"):

@@ -17,6 +17,10 @@ TYPES = {
 """OpenAI's and Anthropic's name of an error by its HTTP status; every other status is a server error."""
 
 
+class EndpointFullError(Exception):
+    """The endpoint has its maximum number of requests or sessions; the trajectory that needs another one fails."""
+
+
 class APIError(Exception):
     """The endpoint rejects a request, with an HTTP status; the trajectory is unchanged."""
 

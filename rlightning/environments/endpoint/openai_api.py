@@ -24,7 +24,9 @@ async def complete_chat(session: Session, body: JsonObject, emit: Emit) -> Reply
     ``emit`` gets the events of a stream. Raises an APIError for an invalid request.
     """
     others = ("messages", "tools", "tool_choice")
-    asked = read_parameters(body, session.policy.sampling, ignored=session.ignored, others=others)
+    asked = read_parameters(
+        body, session.policy.sampling, ignored=session.ignored, allowed=session.allowed, others=others
+    )
     sample = partial(session.chat, asked, body.get("messages"), read_tools(body, session.ignored))
     return await answer(ChatWriter(session, asked), emit if asked.stream else None, sample)
 
@@ -34,7 +36,9 @@ async def complete_text(session: Session, body: JsonObject, emit: Emit) -> Reply
 
     ``emit`` gets the events of a stream. Raises an APIError for an invalid request.
     """
-    asked = read_parameters(body, session.policy.sampling, ignored=session.ignored, others=("prompt",))
+    asked = read_parameters(
+        body, session.policy.sampling, ignored=session.ignored, allowed=session.allowed, others=("prompt",)
+    )
     sample = partial(session.complete, asked, _read_prompt(body.get("prompt")))
     return await answer(TextWriter(session, asked), emit if asked.stream else None, sample)
 
@@ -53,7 +57,7 @@ async def generate_tokens(session: Session, body: JsonObject, emit: Emit) -> Rep
     parameters = body.get("sampling_params") or {}
     if not isinstance(parameters, Mapping):
         raise APIError("sampling_params has to be an object.", param="sampling_params")
-    asked = read_parameters(parameters, session.policy.sampling, ignored=session.ignored)
+    asked = read_parameters(parameters, session.policy.sampling, ignored=session.ignored, allowed=session.allowed)
     answers = await session.complete(asked, _read_tokens(body.get("token_ids"), "token_ids"))
     choices = [
         {

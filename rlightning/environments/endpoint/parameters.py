@@ -20,6 +20,11 @@ log = logging.getLogger(__name__)
 
 MAX_CHOICES = 64
 """Maximum number of choices (``n``) of a request."""
+RESPONSE_FORMAT = "response_format"
+TRUNCATION = ("top_p", "top_k", "min_p")
+"""Parameters that truncate the distribution of a turn's tokens."""
+ALLOWABLE = (RESPONSE_FORMAT, *TRUNCATION)
+"""Parameters that are refused unless the endpoint allows them."""
 WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "cache_salt"),
     *("safety_identifier", "request_id", "include", "skip_special_tokens", "spaces_between_special_tokens"),
@@ -67,6 +72,9 @@ class RequestParameters(BaseModel):
 
     model: str | None = None
     temperature: float | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -105,17 +113,24 @@ class RequestParameters(BaseModel):
 
 
 def read_parameters(
-    body: Mapping[str, object], sampling: Sampling, *, ignored: Collection[str], others: Collection[str] = ()
+    body: Mapping[str, object],
+    sampling: Sampling,
+    *,
+    ignored: Collection[str],
+    allowed: Collection[str] = (),
+    others: Collection[str] = (),
 ) -> RequestParameters:
     """Return the parameters in a request's body, except those in ``ignored`` or in ``others``, which the route reads.
 
-    Raises an APIError for a parameter of the wrong type, or an unsupported one.
+    Other values of :data:`TRUNCATION` than the run's are unsupported unless ``allowed`` has the parameter. Raises an
+    APIError for a parameter of the wrong type, or an unsupported one.
     """
     given = {name: value for name, value in body.items() if value is not None and name not in ignored}
     neutral = {**NEUTRAL, "top_p": (sampling.top_p,), "min_p": (sampling.min_p,)}
     neutral["top_k"] = (sampling.top_k,) if sampling.top_k else (0, -1)
+    fields = RequestParameters.model_fields.keys() - set(TRUNCATION).difference(allowed)
     for name, value in given.items():
-        if name in RequestParameters.model_fields or name in others or name in WITHOUT_EFFECT:
+        if name in fields or name in others or name in WITHOUT_EFFECT:
             continue
         if name in LEFT_TO_TEMPLATE:
             log_left_to_template(name)
@@ -127,7 +142,7 @@ def read_parameters(
             raise APIError(
                 f"{name}={cut_value(value)} {rule}. {way_out(name)}", param=name, code="unsupported_parameter"
             )
-    values = {name: value for name, value in given.items() if name in RequestParameters.model_fields}
+    values = {name: value for name, value in given.items() if name in fields}
     try:
         return RequestParameters.model_validate(values, strict=True)
     except ValidationError as error:
@@ -168,6 +183,9 @@ def to_sampling(asked: RequestParameters, own: Sampling, stream: int, temperatur
     return replace(
         own,
         temperature=wanted,
+        top_p=own.top_p if asked.top_p is None else asked.top_p,
+        top_k=own.top_k if asked.top_k is None else max(asked.top_k, 0),
+        min_p=own.min_p if asked.min_p is None else asked.min_p,
         max_new_tokens=min(limit for limit in limits if limit is not None),
         stop=(*own.stop, *asked.stops),
         stop_token_ids=(*own.stop_token_ids, *asked.stop_token_ids),
@@ -184,4 +202,6 @@ def log_left_to_template(name: str) -> None:
 
 def way_out(name: str) -> str:
     """Return what to do about a parameter that is not supported."""
-    return f"Leave it out, or add '{name}' to the endpoint's ignored parameters (environment.endpoint.ignored)."
+    ignored = f"Leave it out, or add '{name}' to the endpoint's ignored parameters (environment.endpoint.ignored)"
+    allowed = " or to those that it honours (environment.endpoint.allowed)" if name in ALLOWABLE else ""
+    return f"{ignored}{allowed}."

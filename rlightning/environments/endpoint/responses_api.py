@@ -7,8 +7,14 @@ from itertools import count
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.openai_api import count_usage, read_tools
-from rlightning.environments.endpoint.parameters import log_left_to_template, read_parameters, refuse_choices, way_out
-from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session, ToolUse
+from rlightning.environments.endpoint.parameters import (
+    RESPONSE_FORMAT,
+    log_left_to_template,
+    read_parameters,
+    refuse_choices,
+    way_out,
+)
+from rlightning.environments.endpoint.session import Session, ToolUse
 from rlightning.environments.endpoint.streaming import Answers, BlockWriter, Emit, Event, Reply, TurnStream, answer
 from rlightning.environments.messages import Message
 from rlightning.foreign_text import cut_value
@@ -27,7 +33,9 @@ async def respond(session: Session, body: JsonObject, emit: Emit) -> Reply:
     refuse_choices(body)
     if body.get("text") and "text" not in session.ignored:
         renamed |= _read_format(body["text"])
-    asked = read_parameters(renamed, session.policy.sampling, ignored=session.ignored, others=OWN)
+    asked = read_parameters(
+        renamed, session.policy.sampling, ignored=session.ignored, allowed=session.allowed, others=OWN
+    )
     with reading("input"):
         messages = [*_read_earlier(session, body), *_read_input(body.get("input"))]
     with reading("tools"):

@@ -6,7 +6,7 @@ import hmac
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -15,12 +15,13 @@ from rlightning.environments.agent_limit import LIMIT_TEXT, is_limit
 from rlightning.environments.endpoint import anthropic_api, openai_api, responses_api
 from rlightning.environments.endpoint.address import find_address
 from rlightning.environments.endpoint.asgi import ClientGoneError, Receive, Request, Send, send_json
-from rlightning.environments.endpoint.errors import APIError
-from rlightning.environments.endpoint.session import RESPONSE_FORMAT, Session
+from rlightning.environments.endpoint.errors import APIError, EndpointFullError
+from rlightning.environments.endpoint.parameters import ALLOWABLE, TRUNCATION
+from rlightning.environments.endpoint.session import Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.endpoint.streaming import Emit, Event, Reply
-from rlightning.environments.environment import LimitReachedError, Policy
-from rlightning.environments.policy import RecordedPolicy
+from rlightning.environments.environment import LimitReachedError
+from rlightning.environments.policy import RecordedPolicy, as_recorded
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, describe_error
 from rlightning.python_values import JsonObject
@@ -42,6 +43,10 @@ LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_SECONDS = 120
 """Seconds that a client's idle connection stays open: tools may take long between two requests."""
 CLOSE_SECONDS = 5.0
+MAX_SESSIONS = 16384
+"""Default maximum number of concurrent sessions."""
+SPARE_CONNECTIONS = 1024
+"""Idle and unauthenticated connections that are accepted beyond as many as there may be requests."""
 
 
 class Endpoint:
@@ -57,11 +62,15 @@ class Endpoint:
         keeps_reasoning: whether later turns keep the reasoning of earlier ones in the policy's context, so that a
             trajectory stays one branch. Otherwise the chat template decides, as in other servers.
         ignored: parameters of requests, such as ``top_p``, that are ignored rather than refused if unsupported.
-        allowed: parameters that are applied although the trainer's log-probabilities do not include them;
-            ``response_format`` is the only one.
+        allowed: parameters of requests that are applied rather than refused: ``top_p``, ``top_k`` and ``min_p``, to
+            which the trainer's distributions are truncated too, and ``response_format``, which its log-probabilities do
+            not include.
         max_request_bytes: maximum bytes of a request's body.
-        max_connections: maximum number of concurrent connections.
+        max_connections: maximum number of concurrent requests of all sessions, each of which takes a connection. One
+            more fails its trajectory, whatever the agent makes of the response (503). The server accepts idle
+            connections beyond these: as many again, and 1024.
         max_requests: maximum number of concurrent requests of a session.
+        max_sessions: maximum number of concurrent sessions; a trajectory that needs another one fails.
 
     Attributes:
         url: URL of the server, without a path; available after :meth:`start`.
@@ -79,6 +88,7 @@ class Endpoint:
         max_request_bytes: int = 16 << 20,
         max_connections: int = 4096,
         max_requests: int = 64,
+        max_sessions: int = MAX_SESSIONS,
     ) -> None:
         check_rules(
             {
@@ -86,20 +96,27 @@ class Endpoint:
                 f"endpoint.max_request_bytes={max_request_bytes} must be at least 1": max_request_bytes >= 1,
                 f"endpoint.max_connections={max_connections} must be at least 1": max_connections >= 1,
                 f"endpoint.max_requests={max_requests} must be at least 1": max_requests >= 1,
+                f"endpoint.max_sessions={max_sessions} must be at least 1": max_sessions >= 1,
             }
         )
         self.host, self.port, self.advertised_host = host, port, advertised_host
         self.keeps_reasoning = keeps_reasoning
         self.ignored, self.allowed = frozenset(ignored), frozenset(allowed)
-        if self.allowed - {RESPONSE_FORMAT}:
-            raise ConfigError(f"endpoint.allowed={sorted(self.allowed)} may have '{RESPONSE_FORMAT}' alone.")
+        if self.allowed.difference(ALLOWABLE):
+            raise ConfigError(f"endpoint.allowed={sorted(self.allowed)} may have {', '.join(ALLOWABLE)} alone.")
         self.max_request_bytes, self.max_connections = max_request_bytes, max_connections
-        self.max_requests = max_requests
+        self.max_requests, self.max_sessions = max_requests, max_sessions
+        self._num_requests = 0
         self._sessions: dict[str, Session] = {}
         self._shared_keys: dict[str, SharedKey] = {}
         self._serving: tuple[Any, asyncio.Task[None]] | None = None
         self._has_refused = False
         self.url = ""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether requests may truncate the distribution of their tokens in other ways than the run."""
+        return not self.allowed.isdisjoint(TRUNCATION)
 
     async def start(self) -> None:
         """Start to listen, if not listening already; raises a ConfigError if that fails."""
@@ -116,7 +133,7 @@ class Endpoint:
                 proxy_headers=False,
                 server_header=False,
                 date_header=False,
-                limit_concurrency=self.max_connections,
+                limit_concurrency=2 * self.max_connections + SPARE_CONNECTIONS,  # uvicorn's 503 fails no session
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
             )
@@ -158,17 +175,24 @@ class Endpoint:
             one.cancel()
 
     @contextlib.asynccontextmanager
-    async def open(self, policy: Policy) -> AsyncIterator[Session]:
+    async def open(self, policy: RecordedPolicy) -> AsyncIterator[Session]:
         """Context manager that serves the requests of one trajectory; yields its session, which has its own API key.
 
         Raises:
+            EndpointFullError: there are ``max_sessions`` sessions.
+            TypeError: the policy is that of an environment in a worker process.
             LimitReachedError: the caller failed after a response said that a sequence has its maximum length.
             Exception: sampling from the policy failed, even if the caller caught that error.
         """
-        if not isinstance(policy, RecordedPolicy):
-            raise TypeError("The endpoint serves policies of the trainer's process alone.")
         await self.start()
-        session = Session(policy, keeps_reasoning=self.keeps_reasoning, ignored=self.ignored, allowed=self.allowed)
+        if len(self._sessions) >= self.max_sessions:
+            raise EndpointFullError(
+                f"The endpoint has environment.endpoint.max_sessions={self.max_sessions} sessions. Raise it, or run "
+                "fewer trajectories at once."
+            )
+        session = Session(
+            as_recorded(policy), keeps_reasoning=self.keeps_reasoning, ignored=self.ignored, allowed=self.allowed
+        )
         self._sessions[session.id] = session
         try:
             yield session
@@ -201,11 +225,12 @@ class Endpoint:
                 place = f"{request.method} {request.path}"
                 raise APIError(f"There is no {place}; there are {', '.join((*ROUTES, MODELS))}.", 404)
             session = await self._authenticate(request.headers, is_reading=is_reading)
-            if route is None:
-                await send_json(send, openai_api.list_models(session))
-            else:
-                body = await request.read_json(self.max_request_bytes)
-                await self._run(route, session, body, request, send)
+            with self._counting(session):
+                if route is None:
+                    await send_json(send, openai_api.list_models(session))
+                else:
+                    body = await request.read_json(self.max_request_bytes)
+                    await self._run(route, session, body, request, send)
         except APIError as error:
             if session is not None and error.status < 500:
                 self._count_refusal(session, error)
@@ -215,6 +240,26 @@ class Endpoint:
             await send_json(send, shape, error.status, {b"x-should-retry": b"false"} if is_over else None)
         except ClientGoneError:
             return  # it gets no response
+
+    @contextlib.contextmanager
+    def _counting(self, session: Session) -> Iterator[None]:
+        """Context manager that counts an authenticated request.
+
+        Raises an APIError, and fails the session, if there are ``max_connections`` requests: an agent may take any
+        error for a wrong answer of its own.
+        """
+        if self._num_requests >= self.max_connections:
+            error = EndpointFullError(
+                f"The endpoint has environment.endpoint.max_connections={self.max_connections} requests under way. "
+                "Raise it, or run fewer trajectories at once."
+            )
+            session.fail(error)
+            raise APIError(str(error), 503)
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
 
     def _count_refusal(self, session: Session, error: APIError) -> None:
         """Count a refused request. The first one is logged: agents may swallow the error."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rlightning.environments.endpoint.errors import APIError, reading
 from rlightning.environments.endpoint.history import Found, Histories, Known, clean, read_known, to_json
-from rlightning.environments.endpoint.parameters import RequestParameters, to_sampling
+from rlightning.environments.endpoint.parameters import RESPONSE_FORMAT, RequestParameters, to_sampling
 from rlightning.environments.endpoint.streaming import Answers, Reply, TurnStream
 from rlightning.environments.environment import LimitReachedError
 from rlightning.environments.messages import AssistantMessage, Message
@@ -20,8 +20,6 @@ from rlightning.environments.recorder import RecordedTurn
 from rlightning.errors import RequestRefusedError, StreamLostError
 from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_tokens
 from rlightning.types.trajectory import BranchReason, Sample
-
-RESPONSE_FORMAT = "response_format"
 
 
 class ToolUse(NamedTuple):
@@ -74,13 +72,13 @@ class Session:
     ) -> None:
         self.id = secrets.token_hex(8)
         self.key = f"sk-{self.id}-{secrets.token_urlsafe(24)}"
-        self.policy, self.ignored = policy, ignored
+        self.policy, self.ignored, self.allowed = policy, ignored, allowed
         self.model = name_model(policy)
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.requests: set[asyncio.Task[Reply]] = set()
         self.num_abandoned = self.num_refused = 0
         self.responses: dict[str, list[Message]] = {}
-        self._keeps_reasoning, self._allowed = keeps_reasoning, allowed
+        self._keeps_reasoning = keeps_reasoning
         self._histories = Histories()
         self._texts: list[tuple[str, RecordedTurn, Sequence[str]]] = []
 
@@ -202,7 +200,7 @@ class Session:
         policy = self.policy
         sampling = to_sampling(asked, policy.sampling, policy.stream, policy.temperature)
         if sampling.json_schema is not None:
-            check_schema_is_followed(policy, self._allowed)
+            check_schema_is_followed(policy, self.allowed)
         before, policy.temperature = policy.temperature, sampling.temperature
         try:
             turns = await policy.sample_turns(

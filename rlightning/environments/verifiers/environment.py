@@ -9,10 +9,11 @@ from contextlib import AsyncExitStack
 from typing import Any, Literal, NamedTuple
 
 from rlightning.environments.endpoint import Endpoint
+from rlightning.environments.endpoint.server import MAX_SESSIONS
 from rlightning.environments.endpoint.session import name_model
 from rlightning.environments.endpoint.shared_key import SharedKey
 from rlightning.environments.environment import Environment, Places, Policy, TrajectoryLostError
-from rlightning.environments.policy import RecordedPolicy
+from rlightning.environments.policy import RecordedPolicy, as_recorded
 from rlightning.environments.verifiers.episode import Episode, EpisodeAssembly, Trace
 from rlightning.environments.verifiers.server import (
     KEY_VARIABLE,
@@ -36,6 +37,8 @@ VERSION = "0.4"
 """Version of verifiers whose protocol this module implements."""
 MAX_DEATHS = 20
 """Maximum number of servers that end in a row, without a completed episode, before the run fails."""
+SESSIONS_PER_EPISODE = 64
+"""Sessions of each concurrent episode for which there is room by default: each of its agents has one."""
 COLUMN = "task"
 """Column of a prompt set with the number of the row's task, or the task's data."""
 
@@ -121,9 +124,11 @@ class Verifiers(Environment):
         self.num_tasks, self.num_workers = num_tasks, num_workers
         self.timeout, self.hang_timeout, self.variables = timeout, hang_timeout, dict(variables or {})
         try:
-            self.endpoint = Endpoint(**(endpoint or {}))
+            room = max(MAX_SESSIONS, SESSIONS_PER_EPISODE * num_workers * max_trajectories)
+            self.endpoint = Endpoint(**({"max_sessions": room} | dict(endpoint or {})))
         except TypeError as error:
             raise ConfigError(f"Verifiers: endpoint={endpoint}: {cut_line(error)}.") from error
+        self.truncates = self.endpoint.truncates
         self._roles = list(roles or {})
         self._tasks: list[JsonObject] = []
         self.places = Places(num_workers * max_trajectories)
@@ -151,14 +156,13 @@ class Verifiers(Environment):
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Make one trajectory; raises an EnvironmentFailedError if servers end repeatedly."""
-        if not isinstance(policy, RecordedPolicy):
-            raise TypeError("Verifiers needs the policy of the trainer's process.")
+        recorded = as_recorded(policy)
         found = self._get_servers()
         await self.endpoint.start()
         server = min(found.servers, key=lambda one: one.num_assigned)
         server.num_assigned += 1
         try:
-            return await self._run_at(server, found.key, prompt, policy)
+            return await self._run_at(server, found.key, prompt, recorded)
         finally:
             server.num_assigned -= 1
 
