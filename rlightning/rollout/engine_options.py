@@ -211,7 +211,7 @@ class EngineOptions:
         model_config = module.model_config if has(module, HasConfig) else None
         check_engine_model(model_config, is_cuda=is_cuda)
         adapter = adapter_of(module)
-        if adapter is not None and self.adapter_obstacle(module) is None:
+        if adapter is not None and self.adapter_obstacle(module, device) is None:
             arguments |= engine_arguments(adapter)
         if is_cuda:
             share = self.memory_share / sharing
@@ -244,22 +244,27 @@ class EngineOptions:
             may_merge=self.send_adapter is None,
         )
 
-    def adapter_obstacle(self, module: object) -> str | None:
-        """Return why the adapter is merged for engines, not sent separately; None if it is sent, or there is none.
+    def adapter_obstacle(self, module: object, device: torch.device) -> str | None:
+        """Return why the adapter is merged for engines on a device, not sent separately; None if it is sent, or without
+        one.
 
         Raises:
             ConfigError: ``send_adapter`` is true, and an adapter cannot be sent.
         """
         adapter = adapter_of(module)
         config = module.model_config if has(module, HasConfig) else None
-        return None if adapter is None else self._find_obstacle(adapter, config)
+        return None if adapter is None else self._find_obstacle(adapter, config, device)
 
-    def _find_obstacle(self, adapter: AdapterSettings, config: object) -> str | None:
+    def _find_obstacle(self, adapter: AdapterSettings, config: object, device: torch.device) -> str | None:
         """Return why an adapter is merged (:meth:`adapter_obstacle`); without vLLM's source it is taken to be sent."""
         if self.send_adapter is False:
             return "rollout.send_adapter=false"
         has_source = importlib.util.find_spec("vllm") is not None
         obstacle = find_obstacle(adapter, config) if has_source and isinstance(config, PreTrainedConfig) else None
+        if device.type == "cuda" and self.itemsize(device) > 2:
+            obstacle = (
+                f"vLLM's kernels for adapters on GPUs compute in half precision, not in {self.engine_dtype(device)}"
+            )
         if obstacle is not None and self.send_adapter:
             raise ConfigError(
                 f"rollout.send_adapter=true cannot be: {obstacle}. Leave it out to send base and adapter merged."
@@ -272,7 +277,7 @@ class EngineOptions:
         """
         if not has(module, HasAdapter) or module.adapter is None:
             return
-        obstacle = self.adapter_obstacle(module)
+        obstacle = self.adapter_obstacle(module, config.device)
         module.sends_adapter = obstacle is None
         if obstacle is not None and global_rank() == 0:
             log.info("Engines are sent base and adapter merged, rounded to their dtype: %s.", obstacle)
@@ -314,7 +319,7 @@ class EngineOptions:
         given = {"dtype": self.engine_dtype(device), "gpu_memory_utilization": self.memory_share / self.num_engines}
         arguments = {"max_model_len": longest} | derive_settings(work, given | self._given, is_cuda=True)
         engine = read_engine(config, arguments, num_engines=self.num_engines, can_sleep=self.sleep)
-        if adapter is None or self._find_obstacle(adapter, config) is not None:  # or it is merged
+        if adapter is None or self._find_obstacle(adapter, config, device) is not None:  # or it is merged
             return engine
         itemsize = self.itemsize(device)
         places = self.num_engines * place_bytes(adapter, itemsize)

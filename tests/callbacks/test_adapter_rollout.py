@@ -276,11 +276,21 @@ def test_packed_projection_of_transformers_backend_is_merged(
 
 
 def test_engine_without_room_gets_merged_weights(engine_model: str) -> None:
-    module = make_module(engine_model, adapter=ADAPTER)
+    module, device = make_module(engine_model, adapter=ADAPTER), torch.device("cpu")
     assert module.adapter is not None
     module.adapter = replace(module.adapter, rank=1000)  # more than such a model could use
-    assert make_rollout().options.adapter_obstacle(module) == "vLLM takes ranks of up to 512, not 1000"
+    assert make_rollout().options.adapter_obstacle(module, device) == "vLLM takes ranks of up to 512, not 1000"
     with pytest.raises(ConfigError, match=r"rollout\.send_adapter=true cannot be: vLLM takes ranks of up to 512"):
-        make_rollout(send_adapter=True).options.adapter_obstacle(module)
-    assert make_rollout().options.adapter_obstacle(make_module(engine_model, adapter=ADAPTER)) is None
-    assert make_rollout().options.adapter_obstacle(make_module(engine_model)) is None
+        make_rollout(send_adapter=True).options.adapter_obstacle(module, device)
+    assert make_rollout().options.adapter_obstacle(make_module(engine_model, adapter=ADAPTER), device) is None
+    assert make_rollout().options.adapter_obstacle(make_module(engine_model), device) is None
+
+
+def test_float32_engines_on_gpus_get_merged_weights(engine_model: str) -> None:
+    """vLLM's kernels for adapters assert half precision as the engine starts."""
+    module, cuda = make_module(engine_model, adapter=ADAPTER), torch.device("cuda", 0)
+    options = make_rollout(dtype="float32").options
+    assert options.adapter_obstacle(module, torch.device("cpu")) is None
+    expected = "vLLM's kernels for adapters on GPUs take half precision, not float32"
+    assert options.adapter_obstacle(module, cuda) == expected
+    assert make_rollout(dtype="bfloat16").options.adapter_obstacle(module, cuda) is None

@@ -161,12 +161,12 @@ def test_limit_of_zero_steps_is_refused(model_folder: str) -> None:
 
 def test_steps_without_signal_name_lost_trajectories(caplog: pytest.LogCaptureFixture) -> None:
     steps = StepsWithoutSignal(2)
-    steps.count(1, 12, 0, 4, is_told=True)
+    steps.count(1, 12, 0, 4, is_logging=True)
     assert "; 4 more trajectories failed or timed out in their environment (trajectory/not_sampled)" in caplog.text
     with pytest.raises(
         ConfigError, match=r"^Step 2: none of its 0 .*; 16 more .* or timed .*rollout\.trajectory_timeo"
     ):
-        steps.count(2, 0, 0, 16, is_told=True)
+        steps.count(2, 0, 0, 16, is_logging=True)
 
 
 def test_failed_rewards_alone_are_no_signal(model_folder: str, tmp_path: Path) -> None:
