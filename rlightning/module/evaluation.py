@@ -122,7 +122,7 @@ class EvaluationSteps(UpdateModule):
                     name = self.trainer.datamodule.validation_sets[one].name  # type: ignore[attr-defined]
                     raise EnvironmentFailedError(
                         f"No trajectory of the validation set '{name}' was sampled: all failed, as the log says "
-                        "above. There is nothing to measure."
+                        "above, or timed out. There is nothing to measure."
                     )
                 count.check(num_failed, num_scored)
         self.log("step", float(self.trainer.global_step))

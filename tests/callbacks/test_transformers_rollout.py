@@ -1,5 +1,6 @@
 """Whole runs without an engine: training, validation, prediction, resume, ranks and the command line."""
 
+import asyncio
 import logging
 import re
 from pathlib import Path
@@ -18,11 +19,11 @@ from tiny import copy_weights, write_sums
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import ValidationSet
-from rlightning.environments import AgentProgram
-from rlightning.errors import EngineError
+from rlightning.environments import AgentProgram, Environment, Policy
+from rlightning.errors import EngineError, EnvironmentFailedError
 from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout.sampler import MAX_SUPPORT
-from rlightning.types import RolloutBatch
+from rlightning.types import Outcome, Prompt, RolloutBatch
 from rlightning.types.supports import Supports
 
 
@@ -244,6 +245,23 @@ def test_bad_argument_is_one_line(
     lines = [line for line in errors.splitlines() if line.startswith("error")]
     assert len(lines) == 1
     assert re.match(message, lines[0]), lines[0]
+
+
+class Hangs(Environment):
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        await asyncio.Event().wait()
+        return Outcome()
+
+
+def test_run_whose_environment_hangs_ends_with_its_limit(engine_model: str, tmp_path: Path) -> None:
+    module = make_module(engine_model, rewards=[], samples_per_prompt=4)
+    line = (
+        r"^All \d+ trajectories of the step timed out.* than 0\.1 s\. Raise rollout\.trajectory_timeout=0\.1, or a limi"
+    )
+    with pytest.raises(EnvironmentFailedError, match=line):
+        make_trainer(tmp_path, 3, make_rollout(environment=Hangs(), trajectory_timeout=0.1)).fit(
+            module, make_data(tmp_path)
+        )
 
 
 @pytest.mark.parametrize(
