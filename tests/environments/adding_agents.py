@@ -37,10 +37,11 @@ def compute(arguments: dict[str, Any]) -> str:
 
 async def by_openai(client: openai.AsyncOpenAI, prompt: Any) -> float:
     """Stream the turns, and put the calls together from their parts."""
+    tools: Any = [SCHEMA]
     messages: list[Any] = [{"role": "user", "content": prompt.columns["prompt"]}]
     for _ in range(MAX_TURNS):
         content, calls = "", dict[int, dict[str, Any]]()
-        stream = await client.chat.completions.create(model="any", messages=messages, tools=[SCHEMA], stream=True)  # type: ignore[call-overload]
+        stream: Any = await client.chat.completions.create(model="any", messages=messages, tools=tools, stream=True)
         async for chunk in stream:
             for choice in chunk.choices:
                 content += choice.delta.content or ""

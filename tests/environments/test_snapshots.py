@@ -279,7 +279,7 @@ class PausedDiary(KeptDiary):
 
     def reset(self, prompt: Prompt) -> str:
         self.index = prompt.index
-        return super().reset(prompt)  # type: ignore[no-any-return]
+        return super().reset(prompt)
 
     async def step(self, message: Any) -> Any:
         if PausedDiary.is_paused and self.num_steps == 2 and self.index >= PER_STEP:
