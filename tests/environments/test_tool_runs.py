@@ -54,6 +54,8 @@ def learn(folder: str) -> None:
         loss.backward()
         optimizer.step()
     assert loss < 5e-3, float(loss)
+    with torch.no_grad():  # twice the logits: as sure at temperature 1 as it was at a half, where it makes no mistakes
+        actor.model.norm.weight.mul_(2)
     actor.save_pretrained(folder)
 
 
@@ -111,30 +113,6 @@ add.__doc__ = tool_cases.add.__doc__
 """
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_tools_in_workers_beside_an_engine(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    witness = Witness()
-    """One of the workers dies in the middle of its trajectories, which begin again in the one that replaces it."""
-    (tmp_path / "deadly_tools.py").write_text(DEADLY.format(marker=str(tmp_path / "died")))
-    monkeypatch.syspath_prepend(tmp_path)
-    environment = WorkerEnvironment("rlightning.environments.Tools", {"tools": ["deadly_tools.add"]})
-    rollout = VLLMRollout(
-        environment=environment,
-        max_new_tokens=90,
-        temperature=0.05,
-        seed=0,
-        engine={"kv_cache_memory_bytes": 1 << 28},
-    )
-    module = make_module(folder, rewards=[RewardFunction(is_right)], lr=1e-4)
-    make_trainer(tmp_path, 1, rollout, witness).fit(module, PromptDataModule(ROWS, max_prompt_tokens=64))
-    (batch,), (metrics,) = witness.batches, witness.steps
-    check(batch.trajectories)
-    assert metrics["policy/rollout_gap_max"] < 1e-3 and metrics["reward/mean"] == 1.0
-    assert (tmp_path / "died").exists() and metrics["environment/requeues"] >= 1
-    assert metrics["trajectory/not_sampled"] == 0
-
-
 class GapsByEnvironment(RLCallback):
     """Notes how far sampled log-probabilities are from the trainer's before an update, for each trajectory."""
 
@@ -156,10 +134,16 @@ class GapsByEnvironment(RLCallback):
 def test_every_way_trains_validates_and_predicts_with_an_engine(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Agents of each kind in one run, at temperature 1: most of them make the conversation that the model knows."""
+    """Agents of each kind in one run, at temperature 1: most of them make the conversation that the model knows.
+
+    One of the workers dies in the middle of its trajectories, which begin again in the one that replaces it.
+    """
     pytest.importorskip("reasoning_gym")
+    (tmp_path / "deadly_tools.py").write_text(DEADLY.format(marker=str(tmp_path / "died")))
+    monkeypatch.syspath_prepend(tmp_path)
     environments = {
         "tools": Tools(["tool_cases.add"]),
+        "workers": WorkerEnvironment("rlightning.environments.Tools", {"tools": ["deadly_tools.add"]}),
         "game": StepEnvironment(adding_agents.Guess),
         "gym": ReasoningGym("chain_sum", size=4, seed=5, instructions=""),
         "sdk": AgentProgram(adding_agents.by_openai),
@@ -184,7 +168,8 @@ def test_every_way_trains_validates_and_predicts_with_an_engine(
         engine={"kv_cache_memory_bytes": 1 << 28},
     )
     witness, gaps = Witness(), GapsByEnvironment()
-    module = make_module(folder, rewards=[RewardFunction(is_right)], prompts_per_step=len(rows), lr=1e-4)
+    rewards = [RewardFunction(is_right)]
+    module = make_module(folder, rewards=rewards, prompts_per_step=len(rows), lr=1e-4, validate_first=False)
     data = PromptDataModule(rows, predict=rows, validation=rows, max_prompt_tokens=64, shuffle=False)
     trainer = make_trainer(tmp_path, 1, rollout, witness, gaps, val_check_interval=1, check_val_every_n_epoch=None)
     trainer.fit(module, data)
@@ -202,10 +187,11 @@ def test_every_way_trains_validates_and_predicts_with_an_engine(
         assert len(trajectories) == len(gaps.gaps[name]) == 2, name
         assert max(gaps.gaps[name]) < 1e-4, name
         check_way(name, trajectories)
-    assert [step for step, _ in witness.validations] == [0, 1]
-    ((_, validated),) = witness.validations[1:]
+    assert (tmp_path / "died").exists() and metrics["environment/requeues"] >= 1
+    assert metrics["trajectory/not_sampled"] == 0
+    ((step, validated),) = witness.validations
     (passed,) = (value for name, value in validated.items() if name.endswith("/pass@1"))
-    assert passed >= 4 / 6 and not undocumented(metrics)  # those that know the conversation
+    assert step == 1 and passed >= 5 / 7 and not undocumented(metrics)  # those that know the conversation
     groups = [group for groups in trainer.predict(module, data) or [] for _, group in groups]
     assert [group[0].prompt.columns["environment"] for group in groups] == list(environments)
     for name, group in zip(environments, groups, strict=True):
@@ -225,7 +211,7 @@ def check_way(name: str, trajectories: list[Any]) -> None:
         known = [one for one in trajectories if one.final_text.strip() == "23" and len(one.samples) == 2]
         assert known, (name, [one.final_text for one in trajectories])
         for one in known:
-            assert one.reward == (None if name == "tools" else 1.0)
+            assert one.reward == (None if name in ("tools", "workers") else 1.0)
             messages = [turn.message for turn in one.turns[-3:]]
             assert [message["role"] for message in messages] == ["assistant", "tool", "assistant"]
             assert (messages[1]["content"], messages[2]["content"]) == ("23", "23")
