@@ -1,6 +1,5 @@
 """Every YAML in configs/ is run as it stands, shortened by options alone, with real vLLM."""
 
-import math
 import os
 from pathlib import Path
 
@@ -101,19 +100,18 @@ def test_the_demo_runs_from_random_weights_to_rewarded_rollouts(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_the_agents_demo_learns_to_call(tmp_path: Path) -> None:
+def test_the_agents_demo_runs_from_random_weights_to_calls(tmp_path: Path) -> None:
     example = ROOT / "examples" / "calculator"
     run_python(example / "make_calculations.py", "runs/calculator", folder=tmp_path)
     # a quarter of the batch at three times the rate: a quarter of what it then samples calls, as in its examples
     options = ("--trainer.max_steps", "40", "--model.prompts_per_step", "32", "--model.lr", "3e-3")
     fit("calculator_sft.yaml", tmp_path, *options, "--trainer.default_root_dir", "runs/calculator/sft")
     (tmp_path / "calculator.py").symlink_to(example / "calculator.py")
-    small = (*TWO_STEPS, "--model.prompts_per_step", "16")
+    # a small weight for entropy: without it nothing is computed of groups that are all wrong
+    small = (*TWO_STEPS, "--model.prompts_per_step", "16", "--model.entropy_coef", "1e-4")
     grpo = fit("calculator_grpo.yaml", tmp_path, *small, "--trainer.default_root_dir", "runs/calculator/grpo")
     assert steps_with(grpo, "val/heldout/pass@1") == [0, 2] and steps_with(grpo, "reward/mean") == [1, 2]
-    # of sequences with an advantage, if there are any so early: others are not computed
-    gaps = [float(row["policy/rollout_gap_max"]) for row in grpo if row["reward/mean"]]
-    assert all(gap < 1e-4 for gap in gaps if not math.isnan(gap))
+    assert all(float(row["policy/rollout_gap_max"]) < 1e-4 for row in grpo if row["reward/mean"])
     folder = tmp_path / "runs/calculator/grpo/completions"
     counts = [dict(row["metrics"]) for row in parquet.read_table(folder / "step_000001.parquet").to_pylist()]
     assert len(counts) == 16 * 8 and max(count["tool_calls"] for count in counts) >= 1

@@ -30,6 +30,7 @@ from rlightning.protocols import (
     CallsHooks,
     Closes,
     CountsSteps,
+    CountsTimeouts,
     Generates,
     HasAccelerator,
     HasAdapter,
@@ -148,9 +149,11 @@ def of_policy(module: GRPO) -> tuple[SampledPolicy, HasWeightVersion, HasDevice,
     return module, module, module, module, module, module
 
 
-def of_step(module: GRPO) -> tuple[SelectsSampled, HasCosts, LogsMetrics, HasUsualOptimizers, Closes]:
+def of_step(
+    module: GRPO,
+) -> tuple[SelectsSampled, HasCosts, LogsMetrics, HasUsualOptimizers, Closes, CountsTimeouts]:
     """Return an algorithm as each protocol of a module's methods that its types satisfy."""
-    return module, module, module, module, module
+    return module, module, module, module, module, module
 
 
 def of_ranks(module: GRPO) -> tuple[HasTensorParallelRank, HasTensorParallelSize, SumsOverRanks]:

@@ -281,10 +281,28 @@ def test_vllm_server_gives_exact_samples(
     assert len(turns) == 5 and all(1 <= turn["num_tokens"] <= 4 for turn in turns)
 
 
+AGENT = """\
+async def agent(client, prompt):
+    messages = [{"role": "user", "content": prompt.columns["prompt"]}]
+    first = await client.chat.completions.create(model="any", messages=messages)
+    messages += [first.choices[0].message, {"role": "user", "content": "more"}]
+    stream = await client.chat.completions.create(model="any", messages=messages, stream=True)
+    return 0.25 * len([chunk async for chunk in stream if chunk.choices[0].finish_reason])
+"""
+
+
 @pytest.mark.processes
-def test_engine_of_the_configuration_samples(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_of_the_configuration_samples_for_an_agent(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "own_agent.py").write_text(AGENT)
+    section = "environment: {class_path: AgentProgram, init_args: {agent: own_agent.agent}}"
+    (project / "run.yaml").write_text(CONFIG.replace("environment: own_deeds.Deeds", section))
     options = ("--rollout", "VLLMRollout", "--rollout.engine.kv_cache_memory_bytes", str(1 << 28))
-    code, text, errors = rollout(capsys, "--num", "2", "--json", *options, "--rollout.max_new_tokens", "4")
+    code, text, errors = rollout(capsys, "--num", "1", "--json", *options, "--rollout.max_new_tokens", "4")
     assert code == 0, errors
-    assert [json.loads(line)["status"] in ("finished", "truncated") for line in text.splitlines()] == [True, True]
+    (row,) = map(json.loads, text.splitlines())
+    assert row["status"] in ("finished", "truncated")  # by the four tokens of its last turn
+    assert (row["reward"], row["scores"]) == (1.25, {"needs_more": 1.0})
+    assert [branch["reason"] for branch in row["branches"]] == ["start"]
+    assert [turn["role"] for turn in row["turns"]] == ["user", "assistant"] * 2
+    assert row["turns"][2]["content"] == "more"
     assert list((project / "run").glob("engine*.log"))

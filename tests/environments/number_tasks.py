@@ -41,7 +41,7 @@ class LoopHarness(vf.Harness[LoopConfig]):
     async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, urls: Any, data: Any) -> Any:
         _, prompt = self.resolve_prompt(data)
         first = [{"role": "user", "content": str(prompt)}]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=300) as client:
 
             async def ask(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 reply = await client.chat.completions.create(model=ctx.model, messages=messages)

@@ -5,12 +5,24 @@ import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import snapshot_cases
 import torch
 from collector_cases import CollectorRun, runs_of
+from engine_run import (
+    PER_STEP,
+    Witness,
+    check_each_once,
+    consumed,
+    make_data,
+    make_module,
+    make_rollout,
+    make_trainer,
+)
+from lightning.pytorch.callbacks import ModelCheckpoint
 from pages import find_snippets, read_section
 from snapshot_cases import Diary, KeptDiary, Ledger, LostDiary, OddDiary, double
 from test_chat_format import get_tokenizer
@@ -18,6 +30,7 @@ from waiting import wait_for
 
 from rlightning.environments import Environment, StepEnvironment, Tools, WorkerEnvironment
 from rlightning.environments.snapshots import copy_plain
+from rlightning.hooks import RLCallback
 from rlightning.rollout import Sampling
 from rlightning.types import Outcome, Prompt, Sample, Trajectory
 
@@ -257,3 +270,62 @@ def test_plain_data_is_copied() -> None:
     assert copied["a"][0] == 1
     with pytest.raises(TypeError, match=r"^the state has the name 1, and names have to be texts"):
         copy_plain({1: 2}, "the state")
+
+
+class PausedDiary(KeptDiary):
+    """While it is paused, answers no third turn of prompts after the first step's."""
+
+    is_paused, num_held = True, 0
+
+    def reset(self, prompt: Prompt) -> str:
+        self.index = prompt.index
+        return super().reset(prompt)
+
+    async def step(self, message: Any) -> Any:
+        if PausedDiary.is_paused and self.num_steps == 2 and self.index >= PER_STEP:
+            PausedDiary.num_held += 1
+            await asyncio.Event().wait()
+        return super().step(message)
+
+
+class WaitsForPaused(RLCallback):
+    """Has the checkpoint of a step come when all trajectories of the next one are in their third turn."""
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        wait_for(lambda: PausedDiary.num_held == 2 * PER_STEP)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_run_resumes_in_the_middle_of_trajectories(engine_model: str, tmp_path: Path) -> None:
+    snapshot_cases.made.clear()
+    PausedDiary.is_paused, PausedDiary.num_held = True, 0
+    arguments: dict[str, Any] = {"environment": StepEnvironment(PausedDiary), "placement": "standalone"}
+    batches, diaries, metrics = [], [], []
+    for end in (1, 2):
+        witness, rollout = Witness(), make_rollout(max_staleness=1, seed=0, **arguments)
+        callbacks = [rollout, witness, ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)]
+        if end == 1:
+            callbacks.append(WaitsForPaused())
+        trainer = make_trainer(tmp_path, end, *callbacks, enable_checkpointing=True)
+        module = make_module(engine_model, lr=1e-12)  # the weights stay: any token's log-probability can be compared
+        last = tmp_path / "last.ckpt"
+        trainer.fit(module, make_data(tmp_path, shuffle=False), ckpt_path=last if end == 2 else None)
+        batches += witness.batches
+        metrics += witness.steps
+        diaries.append([one for one in snapshot_cases.made if PER_STEP <= one.index < 2 * PER_STEP])
+        snapshot_cases.made.clear()
+        PausedDiary.is_paused = False
+    check_each_once(trainer, consumed(batches), rollout, num_in_flight=PER_STEP)
+    before, after = diaries
+    assert [(one.num_restored, one.num_steps) for one in before] == [(0, 2)] * 2 * PER_STEP
+    assert [(one.num_restored, one.num_steps) for one in after] == [(1, 2)] * 2 * PER_STEP
+    assert sorted((one.index, one.said[:2]) for one in after) == sorted((one.index, one.said) for one in before)
+    assert [one.prompt.index for one in batches[1].trajectories] == [index for index in range(4, 8) for _ in range(2)]
+    for one in batches[1].trajectories:
+        assert one.status in ("finished", "truncated") and one.reward == 10.0  # a last turn that is cut truncates
+        assert [set(sample.weight_versions) for sample in one.samples] == [{0}, {0}, {1}, {1}]
+    assert [int(batch.is_sampled.sum()) for batch in batches] == [
+        sum(one.num_sampled for one in batch.trajectories) for batch in batches
+    ]
+    assert all(step["policy/rollout_gap_max"] < 1e-4 for step in metrics)

@@ -1,8 +1,11 @@
 """Runs with tools: a small model that has learned one conversation by heart makes it with real samplers."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import adding_agents
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -13,8 +16,11 @@ from transformers import Qwen3ForCausalLM
 
 from rlightning.callbacks import TransformersRollout, VLLMRollout
 from rlightning.data import PromptDataModule
-from rlightning.environments import Tools, WorkerEnvironment
+from rlightning.environments import AgentProgram, StepEnvironment, Tools, WorkerEnvironment
 from rlightning.environments.chat_format import ChatFormat
+from rlightning.environments.reasoning_gym import ReasoningGym
+from rlightning.environments.verification import TrajectoryVerifier
+from rlightning.hooks import RLCallback
 from rlightning.models import load_tokenizer
 from rlightning.rewards import RewardFunction
 
@@ -41,13 +47,15 @@ def learn(folder: str) -> None:
     tokens = torch.tensor([[token for part, _ in parts for token in part]])
     learned = torch.tensor([[is_own for part, is_own in parts for _ in part]], dtype=torch.bool)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-2)
-    for _ in range(80):
+    for _ in range(100):
         logits = actor(input_ids=tokens, use_cache=False).logits[0, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits[learned[0, 1:]], tokens[0, 1:][learned[0, 1:]])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss < 1e-2, float(loss)
+    assert loss < 5e-3, float(loss)
+    with torch.no_grad():  # twice the logits: as sure at temperature 1 as it was at a half, where it makes no mistakes
+        actor.model.norm.weight.mul_(2)
     actor.save_pretrained(folder)
 
 
@@ -93,20 +101,117 @@ def test_tools_train_validate_and_predict(folder: str, tmp_path: Path) -> None:
             check(trajectories)
 
 
+DEADLY = """\
+import os, signal, tool_cases
+def add(a: int, b: int = 0) -> int:
+    try:
+        open({marker!r}, "x").close()
+    except FileExistsError:
+        return a + b
+    os.kill(os.getpid(), signal.SIGKILL)
+add.__doc__ = tool_cases.add.__doc__
+"""
+
+
+class GapsByEnvironment(RLCallback):
+    """Notes how far sampled log-probabilities are from the trainer's before an update, for each trajectory."""
+
+    def __init__(self) -> None:
+        self.gaps: dict[str, list[float]] = {}
+
+    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
+        logprobs = module.evaluate_logprobs(batch, module.loaded_actor, temperature=1.0, max_tokens=10_000)
+        distances = ((logprobs - batch.rollout_logprobs).abs() * batch.is_sampled).tolist()
+        for (begin, end), number in zip(
+            pairwise(batch.cu_seqlens.tolist()), batch.trajectory_ids.tolist(), strict=True
+        ):
+            name = batch.trajectories[number].prompt.columns["environment"]
+            self.gaps.setdefault(name, []).append(max(distances[begin:end]))
+
+
 @pytest.mark.slow
 @pytest.mark.processes
-def test_tools_in_workers_beside_an_engine(folder: str, tmp_path: Path) -> None:
-    witness = Witness()
-    environment = WorkerEnvironment("rlightning.environments.Tools", {"tools": ["tool_cases.add"]})
+def test_every_way_trains_validates_and_predicts_with_an_engine(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents of each kind in one run, at temperature 1: most of them make the conversation that the model knows.
+
+    One of the workers dies in the middle of its trajectories, which begin again in the one that replaces it.
+    """
+    pytest.importorskip("reasoning_gym")
+    (tmp_path / "deadly_tools.py").write_text(DEADLY.format(marker=str(tmp_path / "died")))
+    monkeypatch.syspath_prepend(tmp_path)
+    environments = {
+        "tools": Tools(["tool_cases.add"]),
+        "workers": WorkerEnvironment("rlightning.environments.Tools", {"tools": ["deadly_tools.add"]}),
+        "game": StepEnvironment(adding_agents.Guess),
+        "gym": ReasoningGym("chain_sum", size=4, seed=5, instructions=""),
+        "sdk": AgentProgram(adding_agents.by_openai),
+        "anthropic": AgentProgram(adding_agents.by_anthropic),
+        "command": adding_agents.by_command(),
+    }
+    rows = [{**ROWS[0], "environment": name} for name in environments]
+    verified: list[float] = []
+    compare = TrajectoryVerifier._compare
+
+    async def note(verifier: TrajectoryVerifier, branch: Any) -> Any:
+        distances = await compare(verifier, branch)
+        verified.append(float(np.mean(distances)))
+        return distances
+
+    monkeypatch.setattr(TrajectoryVerifier, "_compare", note)
     rollout = VLLMRollout(
-        environment=environment,
+        environment=environments,
         max_new_tokens=90,
-        temperature=0.05,
         seed=0,
+        verify_trajectories=True,
         engine={"kv_cache_memory_bytes": 1 << 28},
     )
-    module = make_module(folder, rewards=[RewardFunction(is_right)], lr=1e-4)
-    make_trainer(tmp_path, 1, rollout, witness).fit(module, make_data())
+    witness, gaps = Witness(), GapsByEnvironment()
+    rewards = [RewardFunction(is_right)]
+    module = make_module(folder, rewards=rewards, prompts_per_step=len(rows), lr=1e-4, validate_first=False)
+    data = PromptDataModule(rows, predict=rows, validation=rows, max_prompt_tokens=64, shuffle=False)
+    trainer = make_trainer(tmp_path, 1, rollout, witness, gaps, val_check_interval=1, check_val_every_n_epoch=None)
+    trainer.fit(module, data)
     (batch,), (metrics,) = witness.batches, witness.steps
-    check(batch.trajectories)
-    assert metrics["policy/rollout_gap_max"] < 1e-3 and metrics["reward/mean"] == 1.0
+    by_name: dict[str, list[Any]] = {name: [] for name in environments}
+    for number, one in enumerate(batch.trajectories):
+        by_name[one.prompt.columns["environment"]].append(one)
+        assert (one.status, one.error) == ("finished", None)
+        (own,) = (batch.trajectory_ids == number).nonzero().flatten().tolist()  # of one branch
+        begin, end = batch.cu_seqlens[own : own + 2].tolist()
+        assert int(batch.is_sampled[begin:end].sum()) == one.num_sampled == sum(len(s.token_ids) for s in one.samples)
+    assert metrics["environment/verify_gap"] < 1e-4
+    assert len(verified) >= len(batch.trajectories) and max(verified) < 1e-4
+    for name, trajectories in by_name.items():
+        assert len(trajectories) == len(gaps.gaps[name]) == 2, name
+        assert max(gaps.gaps[name]) < 1e-4, name
+        check_way(name, trajectories)
+    assert (tmp_path / "died").exists() and metrics["environment/requeues"] >= 1
+    assert metrics["trajectory/not_sampled"] == 0
+    ((step, validated),) = witness.validations
+    (passed,) = (value for name, value in validated.items() if name.endswith("/pass@1"))
+    assert step == 1 and passed >= 5 / 7 and not undocumented(metrics)  # those that know the conversation
+    groups = [group for groups in trainer.predict(module, data) or [] for _, group in groups]
+    assert [group[0].prompt.columns["environment"] for group in groups] == list(environments)
+    for name, group in zip(environments, groups, strict=True):
+        assert [one.status for one in group] == ["finished"] * len(group)
+        check_way(name, group)
+
+
+def check_way(name: str, trajectories: list[Any]) -> None:
+    """What the trajectories of an environment have in common, and whether one of them is the known conversation."""
+    if name == "game":
+        assert [(len(one.samples), one.reward) for one in trajectories] == [(2, 0.5)] * len(trajectories)
+        assert all("More." in [turn.message["content"] for turn in one.turns] for one in trajectories)
+    elif name == "gym":
+        assert [len(one.samples) for one in trajectories] == [1] * len(trajectories)
+        assert all(0 <= one.reward <= 1 for one in trajectories)
+    else:
+        known = [one for one in trajectories if one.final_text.strip() == "23" and len(one.samples) == 2]
+        assert known, (name, [one.final_text for one in trajectories])
+        for one in known:
+            assert one.reward == (None if name in ("tools", "workers") else 1.0)
+            messages = [turn.message for turn in one.turns[-3:]]
+            assert [message["role"] for message in messages] == ["assistant", "tool", "assistant"]
+            assert (messages[1]["content"], messages[2]["content"]) == ("23", "23")

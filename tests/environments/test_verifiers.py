@@ -18,10 +18,10 @@ from agent_cases import ScriptedSampler
 from attempts import make_group, run_group, say
 from chat_templates import make_tokenizer
 from engine_run import Witness, make_module, make_trainer
-from verifiers_cases import attempt_task, make_interpreter, write_words
+from verifiers_cases import attempt_task, make_interpreter, skip_outside_ci, write_words
 from waiting import still_running
 
-from rlightning.callbacks import TransformersRollout
+from rlightning.callbacks import TransformersRollout, VLLMRollout
 from rlightning.data import PromptDataModule
 from rlightning.environments import worker_environment
 from rlightning.environments.policy import RecordedPolicy
@@ -72,7 +72,7 @@ def make(python: str, starts_processes: None) -> Iterator[Attempts]:
 def skip_without_registry(trajectory: Trajectory) -> None:
     """The bash and null harnesses have uv fetch what they run with."""
     if "Failed to fetch" in (trajectory.error or ""):
-        pytest.skip("uv reaches no package registry")
+        skip_outside_ci("uv reaches no package registry")
 
 
 def said(trajectory: Any) -> list[str]:
@@ -130,6 +130,24 @@ def test_a_simulated_user_is_sampled_and_not_trained(make: Attempts, tmp_path: P
     assert (one.status, one.error) == ("finished", None)
     assert said(one) == ["It is 7"] and one.reward == 2.0 == 2 * one.metrics["assistant/said"]
     assert one.metrics["assistant/user_turns"] == 2
+
+
+@pytest.mark.slow
+def test_hangman_is_played_with_a_simulated_user(make: Attempts, tmp_path: Path) -> None:
+    """Two agents of verifiers' own environment over a real task set: one is trained, the other asks for its moves."""
+    given = {
+        "taskset": {"id": "textarena", "game": "Hangman-v0"},
+        "environment": "user-sim",
+        "roles": {"assistant": {"harness": {"id": "null"}}, "user": {"max_turns": 3}},
+        "num_tasks": 2,
+        "variables": write_words(tmp_path / "nltk"),
+    }
+    turns = ("Guess a letter.", "I guess [e]", "Another one.", "I guess [a]", "###DONE###")
+    (one,) = make(*turns, folder=tmp_path, given=given, task=1)
+    skip_without_registry(one)
+    assert (one.status, one.error, len(one.branches)) == ("finished", None, 1)
+    assert said(one) == ["I guess [e]", "I guess [a]"] and one.metrics["assistant/user_turns"] == 3
+    assert sum(one.branches[0].is_sampled) == one.num_sampled == sum(len(s.token_ids) for s in one.samples)
 
 
 @pytest.mark.slow
@@ -258,7 +276,8 @@ def test_mistakes_are_one_line(python: str, arguments: dict[str, Any], reason: s
 
 
 @pytest.mark.slow
-def test_a_run_trains_what_it_sampled(python: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_a_run_trains_what_it_sampled(python: str, tmp_path: Path, engine: str) -> None:
     tokenizer = make_tokenizer("qwen3")
     tokenizer.save_pretrained(tmp_path)
     model = tiny.save_weights(tmp_path, len(tokenizer), 0, max_position_embeddings=512)
@@ -266,10 +285,14 @@ def test_a_run_trains_what_it_sampled(python: str, tmp_path: Path) -> None:
     witness = Witness()
     rows = [{"prompt": "", "task": number} for number in (1, 2)] * 4
     data = PromptDataModule(rows, max_prompt_tokens=64)
-    rollout = TransformersRollout(environment=environment, max_new_tokens=8, seed=0)
+    settings: dict[str, Any] = {"environment": environment, "max_new_tokens": 8, "seed": 0, "verify_trajectories": True}
+    if engine == "vllm":
+        rollout: Any = VLLMRollout(**settings, engine={"kv_cache_memory_bytes": 1 << 28})
+    else:
+        rollout = TransformersRollout(**settings)
     make_trainer(tmp_path, 1, rollout, witness).fit(make_module(model), data)
     (batch,), (metrics,) = witness.batches, witness.steps
-    assert metrics["policy/rollout_gap_max"] < 1e-4
+    assert metrics["policy/rollout_gap_max"] < 1e-4 and metrics["environment/verify_gap"] < 1e-4
     for one in batch.trajectories:
         assert one.status in ("finished", "truncated") and one.reward is not None
         assert len(one.samples) == one.prompt.columns["task"] + 1
