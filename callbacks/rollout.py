@@ -5,7 +5,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -13,8 +12,8 @@ from rlightning.callbacks.throughput import log_metrics
 from rlightning.data.formatting import USUAL, PromptFormat
 from rlightning.environments import Environment, SingleTurn
 from rlightning.environments.collector import Collector
-from rlightning.environments.policy import TRUNCATED
 from rlightning.environments.runner import EnvironmentRunner, HasEnvironmentNames, check_environment_names
+from rlightning.environments.supports_report import SupportsReport
 from rlightning.environments.turn_metrics import TurnTotals, turn_metrics
 from rlightning.environments.verification import TrajectoryVerifier, check_verifiable
 from rlightning.errors import ConfigError, EngineError, check_rules
@@ -49,7 +48,7 @@ from rlightning.rollout.requests import RandomStreams, check_own_limit, check_re
 from rlightning.rollout.sampler import MAX_SUPPORT
 from rlightning.rollout.weights.fingerprint import WeightFingerprint
 from rlightning.seeds import run_seed
-from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory
+from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ class RolloutCallback(RLCallback, Generator):
         self._fingerprint, self._seen_version = WeightFingerprint(), -1
         self._streams = RandomStreams()
         self._turns = TurnTotals()
-        self._has_warned = self._has_described_supports = False
+        self._supports = SupportsReport(self.sampling)
         self.take_prefix_cache: Callable[[], PrefixCacheUse] = PrefixCacheUse  # a subclass sets it, on rank 0
 
     # To be defined by subclasses
@@ -312,7 +311,7 @@ class RolloutCallback(RLCallback, Generator):
 
     def on_rollout_end(self, trainer: Loop, module: object, batch: RolloutBatch) -> None:
         """Log the environments' metrics, and free the sampler's memory. Every rank must call it."""
-        self._report_supports(batch)
+        self._supports.report(batch)
         if not self.is_single_turn:
             self._turns.add(batch.trajectories)
             self._turns.prefix_cache.add(self.take_prefix_cache())
@@ -376,44 +375,6 @@ class RolloutCallback(RLCallback, Generator):
         if any_rank(has_changed and not is_counted, name="weights changed"):
             module.weight_version += 1
             self._seen_version = module.weight_version
-
-    # Truncated sampling
-
-    def _report_supports(self, batch: RolloutBatch) -> None:
-        """Warn once if the trainer does not know the supports of some truncated distributions.
-
-        If it knows them, log once that without top-k fewer tokens are sampled from than top-p and min-p allow.
-        """
-        if self._has_warned:
-            return
-        samples = [sample for one in batch.trajectories for sample in self._truncated_samples(one)]
-        sizes = np.concatenate([np.zeros(0), *(one.supports.sizes for one in samples if one.supports is not None)])
-        num_sampled = sum(len(one.token_ids) for one in samples)
-        num_unknown = num_sampled - np.count_nonzero(sizes)
-        if not num_unknown:
-            if num_sampled and not self.sampling.top_k and not self._has_described_supports:
-                self._has_described_supports = True
-                log.info(
-                    "top_p and min_p leave the %d likeliest tokens at most: the trainer's distributions are cut as the "
-                    "sampler's were, by tokens that come with each sample.",
-                    MAX_SUPPORT,
-                )
-            return
-        self._has_warned = True
-        reason = f"{num_unknown} of {num_sampled} tokens were drawn from more than {MAX_SUPPORT} tokens each"
-        log.warning(
-            "%s: what top_p, top_k and min_p cut off is unknown to the trainer there, and the gap between its "
-            "distributions and the sampler's will not be 0. Consider model.rollout_correction%s.",
-            reason if len(sizes) else "The sampler returns no Sample.supports",
-            f", or rollout.top_k={MAX_SUPPORT}" if len(sizes) else "",
-        )
-
-    def _truncated_samples(self, trajectory: Trajectory) -> list[Sample]:
-        """Return the samples of a trajectory whose distributions were truncated."""
-        if TRUNCATED in trajectory.metrics:  # some, by requests of its own
-            known = [sample for sample in trajectory.samples if sample.supports is not None]
-            return known or trajectory.samples
-        return trajectory.samples if self.sampling.of(trajectory.prompt).is_truncated else []
 
     # Configuration
 
