@@ -1,14 +1,15 @@
 """Does an adapter learn what full training learns? GRPO of the arithmetic task, over ranks, learning rates and seeds.
 
-    python benchmarks/adapter_curves.py --ranks 8 32 --lrs 2e-4 1e-3 2e-3 --seeds 0 1 2
+    python benchmarks/adapter_curves.py --ranks 0 8 32 --lrs 2e-4 1e-3 2e-3 --seeds 0 1 2
+    python benchmarks/adapter_curves.py --ranks 1 8 --lrs 1e-3 --start runs/arithmetic/sft/hf
 
 Trains configs/arithmetic_sft.yaml once, and from that model configs/arithmetic_grpo.yaml with each seed: all weights
-with the file's learning rate, and an adapter of each rank with each of --lrs. Float32, one GPU a run; the runs are
-small, and several share a GPU. Nothing else differs between them.
+with the file's learning rate (rank 0), and an adapter of each further rank with each of --lrs. Float32, one GPU a run;
+the runs are small, and several share a GPU. Nothing else differs between them.
 
 A row a variant: the reward averaged over all steps and greedy pass@1 at the end, each as the mean over the seeds and
-their range, and how far pass@1 is from full training's, in points. The curves of full training and of the best
-learning rate of each rank are drawn.
+their range, and how far pass@1 is from full training's, in points, if rank 0 is among the ranks. The curves of full
+training and of the best learning rate of each rank are drawn.
 
 Writes --out/table.md, table.csv and pass.svg.
 """
@@ -54,7 +55,7 @@ def describe(variant: Variant, runs: list[Run], full: float | None) -> dict[str,
         "range": f"{min(rewards):.3f} to {max(rewards):.3f}",
         "greedy pass@1, end": mean(passed),
         "its range": f"{min(passed):.3f} to {max(passed):.3f}",
-        "points from full training": 0.0 if full is None else 100 * (mean(passed) - full),
+        "points from full training": None if full is None else 100 * (mean(passed) - full),
     }
 
 
@@ -73,20 +74,20 @@ def main() -> None:
     """Stage one once, then every variant with every seed."""
     usual: dict[str, Any] = {"steps": 250, "seeds": [0, 1, 2], "runs_per_gpu": 6, "at_once": 12}
     parser = curve_parser(__doc__ or "", "adapter_curves", **usual)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32], help="(8 32)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[0, 8, 32], help="0: all weights (0 8 32)")
     parser.add_argument("--lrs", type=float, nargs="+", default=[2e-4, 1e-3, 2e-3], help="of adapters (2e-4 1e-3 2e-3)")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     make_task(arguments.out)
     start = train_start(arguments)
-    variants = [Variant(), *(Variant(rank, lr) for rank in arguments.ranks for lr in arguments.lrs)]
+    adapters = [Variant(rank, lr) for rank in arguments.ranks if rank for lr in arguments.lrs]
+    variants = [Variant()] * (0 in arguments.ranks) + adapters
     jobs = [variant.job(arguments, seed, start) for variant in variants for seed in arguments.seeds]
     runs = [run.require_success() for run in run_jobs(jobs, arguments, runs_per_device=arguments.runs_per_gpu)]
     count = len(arguments.seeds)
     curves = {variant: runs[i * count : (i + 1) * count] for i, variant in enumerate(variants)}
-    rows: Rows = []
-    for variant, some in curves.items():
-        rows.append(describe(variant, some, rows[0]["greedy pass@1, end"] if rows else None))
+    full = mean(read_curve(run, PASS)[-1][1] for run in curves[Variant()]) if Variant() in curves else None
+    rows: Rows = [describe(variant, some, full) for variant, some in curves.items()]
     (arguments.out / "pass.svg").write_text(draw_best(rows, curves))
     finish(arguments, rows)
 
