@@ -91,7 +91,8 @@ class VLLMRollout(RolloutCallback):
         hang_timeout: seconds without a heartbeat after which an engine counts as dead; at most 30 while it only
             samples, after its first samples.
         send_adapter: whether an adapter is sent separately, rather than merged into its base model; None to send it
-            separately if possible: an engine that cannot start so is started again for merged weights.
+            separately if possible: an engine of this process or host that cannot start so is started again for merged
+            weights.
         engine: additional arguments of vLLM's AsyncEngineArgs.
         kwargs: arguments of :class:`~rlightning.callbacks.RolloutCallback`.
     """

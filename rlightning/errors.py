@@ -78,7 +78,7 @@ class AdapterRefusedError(EngineStartError):
         reason: the engine's reason alone, as part of a line.
     """
 
-    def __init__(self, message: str, reason: str) -> None:
+    def __init__(self, message: str, reason: str = "") -> None:  # an unpickled error gets its attributes afterwards
         super().__init__(message)
         self.reason = reason
 

@@ -188,6 +188,7 @@ class Collector:
             num_samples: see :meth:`generate`.
             sampling: see :meth:`generate`.
             on_completed: called for each group that the step takes, on the rank that gets it; see :meth:`generate`.
+                Which rank that is depends on which groups finish first.
             plan: the number of groups that the step takes.
         """
         self.weights.sync_weights()

@@ -20,7 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, RunError
 
 BACKEND = "inductor"
 """Backend of ``torch.compile``."""
@@ -122,8 +122,16 @@ def _compile(forward: Callable[..., T]) -> Callable[..., T]:
     def run(hidden_states: Tensor, *args: object, **kwargs: object) -> T:
         if hidden_states.shape[1] == 1:  # the padding batch, for which torch.compile would make another graph
             return forward(hidden_states, *args, **kwargs)
-        # A layer's own numbers, such as the scale of attention, are constants: torch would trace again to detect it.
-        with torch._dynamo.config.patch(specialize_float=True):
-            return compiled(hidden_states, *args, **kwargs)
+        try:
+            # A layer's own numbers, such as attention's scale, are constants: torch would trace again to detect it.
+            with torch._dynamo.config.patch(specialize_float=True):
+                return compiled(hidden_states, *args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = " ".join(str(error).strip().partition("\n\n")[0].split())[:300]
+            raise RunError(
+                f"torch.compile cannot compile the model's layers: {type(error).__name__}: {reason}. "
+                "model.compile=false trains without it.",
+                str(error),
+            ) from error
 
     return run

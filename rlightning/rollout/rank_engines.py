@@ -167,12 +167,10 @@ class RankEngines(RankSamplers):
 
     def merge_adapter(self) -> None:
         """Start this rank's engines again, without room for an adapter: they get base and adapter merged."""
+        self.close()  # the updater sends the adapter separately
         self.config = self._without_adapter(self.config)
-        if self._updater is not None:
-            self._updater.close()  # it sends them separately
-            self._updater = None
+        self._lost.clear()
         for engine in self.samplers:
-            engine.close()
             engine.config = self._without_adapter(engine.config)
             engine.start()
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from varlen_on_cpu import run_kernels_on_cpu
 
 from rlightning.algorithms import GRPO
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, RunError
 from rlightning.models import layers, load_policy, packed_logprobs
 from rlightning.models.layers import checkpoint_layers, compile_layers, decoder_layers, should_compile
 from rlightning.module.batching import MIN_SAVED_SHARE
@@ -202,6 +202,20 @@ def test_layers_are_compiled_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("CXX")
     with pytest.raises(ConfigError, match=r"compile=true cannot be.*g\+\+ or clang\+\+.*set it to false"):
         should_compile(True, cpu)
+
+
+def test_layers_that_cannot_be_compiled_end_the_run_with_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(graph: object, inputs: object) -> None:
+        raise NotImplementedError("no kernel for this layer")
+
+    monkeypatch.setattr(layers, "BACKEND", refuse)
+    policy = load_policy(save_tiny("qwen3", tmp_path))
+    compile_layers(policy)
+    batch = RolloutBatch.of_sequences([[3, 4, 5, 6], [7, 8]])
+    with pytest.raises(RunError, match=r"cannot compile the model's layers: .*no kernel.*model\.compile=false trains"):
+        packed_logprobs(policy, batch)
 
 
 def test_compiled_code_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """An engine's process: its environment, and why it ended."""
 
+import pickle
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,3 +133,10 @@ def test_engine_that_refuses_an_adapter_names_merged_weights(cause: str, has_ada
     assert isinstance(error, EngineStartError) and f"could not start: {cause} " in str(error)
     assert ("rollout.send_adapter: false" in str(error)) == is_named
     assert isinstance(error, AdapterRefusedError) == is_named and getattr(error, "reason", cause) == cause
+
+
+def test_refusal_of_an_adapter_reaches_other_processes_whole() -> None:
+    error = AdapterRefusedError("The engine could not start: no place for 'mlp'", "no place for 'mlp'")
+    error.details = "the end of its log"
+    copied = pickle.loads(pickle.dumps(error))
+    assert (copied.line, copied.reason, copied.details) == (error.line, error.reason, error.details)
