@@ -13,7 +13,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.attention.varlen import _varlen_attn_backward
-from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def with_local_tensor(tensor: Tensor, local: Tensor, shape: Sequence[int] | None
     return rebuilt
 
 
-class LocalAdamW(AdamW):
+class AdamW(torch.optim.AdamW):  # of the same name, which LearningRateMonitor logs
     """torch's AdamW, which steps on each rank's shards of DTensors as on plain tensors. Its state is of DTensors.
 
     The result is the same, since the step is elementwise. On DTensors, fused AdamW of torch 2.11 keeps half a kilobyte

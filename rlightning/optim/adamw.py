@@ -14,13 +14,13 @@ from rlightning.parallel.gathering import split_by_bytes
 from rlightning.parallel.sharding import local_tensor
 from rlightning.protocols import StateDict
 from rlightning.seeds import mix_seed, run_seed
-from rlightning.torch_internals import LocalAdamW, with_local_tensor
+from rlightning.torch_internals import AdamW, with_local_tensor
 
 State = dict[str, Tensor]
 """State of a parameter by AdamW's names: its step count and moments, and the scales of 8-bit moments."""
 
 
-class StoredMomentsAdamW(LocalAdamW):
+class StoredMomentsAdamW(AdamW):
     """AdamW that stores its moments in bfloat16, in 8 bits or in host memory, and restores them only during a step.
 
     They are restored for some parameters at a time, which limits the device memory that this needs.

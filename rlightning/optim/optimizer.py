@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlightning.errors import ConfigError, check_rules, did_you_mean
@@ -20,7 +20,7 @@ from rlightning.optim import OptimizerStates, StoredMomentsAdamW, fetch_all
 from rlightning.parallel.saved_weights import check_optimizer_state
 from rlightning.parallel.sharding import local_tensor
 from rlightning.protocols import StateDict
-from rlightning.torch_internals import LocalAdamW, norms, scale_tensors
+from rlightning.torch_internals import AdamW, norms, scale_tensors
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def make_optimizer(settings: AdamWSettings, *splits: Split, is_state_on_host: bo
             groups, states=settings.optimizer_states, is_state_on_host=is_state_on_host, **arguments
         )
     else:
-        optimizer = LocalAdamW(groups, **arguments)
+        optimizer = AdamW(groups, **arguments)
         optimizer.register_load_state_dict_pre_hook(fetch_all)  # for checkpoints of runs with other optimizer states
     optimizer.register_load_state_dict_pre_hook(keep_settings, prepend=True)
     return optimizer

@@ -262,9 +262,7 @@ class EngineOptions:
         has_source = importlib.util.find_spec("vllm") is not None
         obstacle = find_obstacle(adapter, config) if has_source and isinstance(config, PreTrainedConfig) else None
         if device.type == "cuda" and self.itemsize(device) > 2:
-            obstacle = (
-                f"vLLM's kernels for adapters on GPUs compute in half precision, not in {self.engine_dtype(device)}"
-            )
+            obstacle = f"vLLM's kernels for adapters on GPUs take half precision, not {self.engine_dtype(device)}"
         if obstacle is not None and self.send_adapter:
             raise ConfigError(
                 f"rollout.send_adapter=true cannot be: {obstacle}. Leave it out to send base and adapter merged."

@@ -297,7 +297,7 @@ def test_a_full_store_says_who_holds_what(capped: LocalStore) -> None:
     with pytest.raises(
         StoreFullError,
         match=r"'update' would store 16 bytes more than the 88 .* rank 0 .*max_bytes=100\. "
-        r"Held are: 'values': 1 x, 48 bytes; 'rollout': 2 x, 40 bytes\. Let go",
+        r"Held are: 'values': 1 x, 48 bytes; 'rollout': 2 x, 40 bytes\. Drop",
     ):
         store_tensors(torch.zeros(4), label="update")
     assert live_bytes() == 88

@@ -156,6 +156,7 @@ def train(
         "decisions": module.decisions,
         "shares": shares,
         "logged": trainer.callback_metrics["attention/shared_share"].item(),
+        "metrics": {name: trainer.callback_metrics[name].item() for name in ("policy/loss", "optim/grad_norm")},
     }
 
 

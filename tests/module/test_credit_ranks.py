@@ -36,6 +36,8 @@ def make_groups(*, has_agents: bool = False) -> list[list[Trajectory]]:
     for index in range(NUM_PROMPTS):
         draw = random.Random(index)
         group = [random_trajectory(draw, index) for _ in range(GROUP_SIZE)]
+        for sample in (sample for one in group for sample in one.samples):
+            sample.supports = None  # the reference is of whole distributions
         for number, one in enumerate(group):
             one.status = ("finished", "truncated", "finished", "failed")[number]
             if index == NUM_PROMPTS - 1 and number:

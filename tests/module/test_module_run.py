@@ -30,6 +30,7 @@ from rlightning.models import packed_logprobs
 from rlightning.module import RLModule
 from rlightning.module.metrics import RunningMeans
 from rlightning.rewards import RewardFunction
+from rlightning.torch_internals import AdamW
 from rlightning.types import RolloutBatch, Trajectory
 
 
@@ -56,14 +57,14 @@ def fit_with_loggers(module: RLModule, folder: Path, max_steps: int, **kwargs: A
 @pytest.mark.long
 def test_everything_counts_rollout_steps(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = 0
-    take = torch.optim.AdamW.step
+    take = AdamW.step
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal steps
         steps += 1
         return take(*args, **kwargs)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    monkeypatch.setattr(AdamW, "step", counted)
     # Four steps an epoch: the fifth step begins the second.
     module = make_grpo(model_folder, updates_per_rollout=4, epochs_per_rollout=2)
     trainer = fit_with_loggers(module, tmp_path, 6)
