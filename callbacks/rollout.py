@@ -358,6 +358,15 @@ class RolloutCallback(RLCallback, Generator):
             self._log_environments(collector)
         return groups
 
+    def check_timeouts(self) -> None:
+        """Raise an error if the time limits have left the training step no trajectory. Every rank must call it, after
+        the step's last refill.
+
+        Raises:
+            EnvironmentFailedError: all have timed out, or some of them, and all others have failed.
+        """
+        self.collector.check_timeouts()
+
     def _log_environments(self, collector: Collector) -> None:
         """Log the environments' metrics of the step so far; a collective if there are environments."""
         if self.verify_trajectories or not self.is_single_turn:

@@ -21,6 +21,7 @@ from rlightning.environments.runner import EnvironmentRunner
 from rlightning.environments.snapshots import SavedTrajectory
 from rlightning.environments.trajectory_delivery import TrajectoryDelivery, assign_ranks
 from rlightning.environments.verification import Gap, TrajectoryVerifier
+from rlightning.errors import EnvironmentFailedError
 from rlightning.parallel.collectives import all_to_all_objects, gather_objects, world_size
 from rlightning.parallel.cpu_group import barrier_timeout
 from rlightning.rollout.async_metrics import StepTotals
@@ -269,12 +270,23 @@ class Collector:
             return {}
         return self.environments.metrics(self._runner.num_requeues)
 
+    def check_timeouts(self) -> None:
+        """Raise an error on every rank if the time limits have left the step no trajectory; every rank must call it,
+        after the step's last refill.
+
+        Raises:
+            EnvironmentFailedError: all have timed out, or some of them, and all others have failed.
+        """
+        line = gather_objects(self.environments.describe_timeouts(), name="trajectories")[COLLECTOR_RANK]
+        if line is not None:
+            raise EnvironmentFailedError(line)
+
     def _expect(self, num_trajectories: int) -> None:
         if self.is_training:
             self.environments.num_expected += num_trajectories
 
     def _count_failures(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raise an EnvironmentFailedError if too many of the step's trajectories have failed or timed out."""
+        """Raise an EnvironmentFailedError if too many of the step's trajectories have failed."""
         if self.is_training and self._runner is not None:
             self.environments.count(trajectories, self._runner.first_failure)
 

@@ -1,4 +1,4 @@
-"""Counts the failed and timed-out trajectories of a step, and raises an error if too few are left."""
+"""Counts the failed and timed-out trajectories of a step: too many failures, or none left, end the run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,14 +36,13 @@ class EnvironmentTotals:
         return EnvironmentTotals(self.max_failed_share, self.time_limits)
 
     def count(self, trajectories: Sequence[Trajectory], first_failure: tuple[str, str] | None) -> None:
-        """Count failures and timeouts among ``trajectories``; raise an error if they exceed the step's limits.
+        """Count failures and timeouts among ``trajectories``; raise an error if too many have failed.
 
         Args:
             first_failure: the step's first error in one line, and its traceback; None if unknown.
 
         Raises:
-            EnvironmentFailedError: too many have failed, even if all others succeed; or none is left, since all others
-                have timed out.
+            EnvironmentFailedError: too many have failed, even if all others succeed.
         """
         failed = [one for one in trajectories if one.status == "failed"]
         late = [one for one in trajectories if one.status == "timeout"]
@@ -57,14 +56,18 @@ class EnvironmentTotals:
                 f"rollout.max_failed_share={self.max_failed_share:g} allows. The first failure: {cut_line(line)}",
                 cut(details),
             )
-        is_nothing_left = self.num_failed + self.num_timeouts == self.num_expected
-        if late and is_nothing_left and self.time_limits is not None and self.max_failed_share < 1:
-            raise EnvironmentFailedError(self._describe_timeouts(self.time_limits))
 
-    def _describe_timeouts(self, time_limits: Mapping[str, float]) -> str:
+    def describe_timeouts(self) -> str | None:
+        """Return an error's message if none of the step's trajectories is left: all have timed out, or some of them,
+        and all others have failed. None otherwise, or if any number may time out or fail. The step's refills must
+        have been counted.
+        """
+        is_nothing_left = self.num_failed + self.num_timeouts == self.num_expected
+        if not self.num_timeouts or not is_nothing_left or self.time_limits is None or self.max_failed_share >= 1:
+            return None
         others = f" {self.num_failed} failed." if self.num_failed else ""
         number = f"{self.num_timeouts} of the" if self.num_failed else "All"
-        keys = " or ".join(f"{key}={seconds:g}" for key, seconds in time_limits.items())
+        keys = " or ".join(f"{key}={seconds:g}" for key, seconds in self.time_limits.items())
         raised = f"Raise {keys}, or a limit of the environment's own" if keys else "Raise the environment's own limit"
         return (
             f"{number} {self.num_expected} trajectories of the step timed out, so that none was sampled.{others} The "

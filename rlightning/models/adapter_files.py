@@ -26,12 +26,19 @@ BASE_DIGEST = "base_digest"
 def find_folder(path: str) -> Path:
     """Return an adapter's folder; for a name on the hub such as ``owner/name``, that of its downloaded files.
 
+    A name whose first part is a folder here is not looked up on the hub.
+
     Raises:
         ConfigError: there is no such folder, and the hub has no such adapter or cannot be reached.
     """
     folder = Path(path).expanduser()
     if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
         return folder
+    if folder.parent.is_dir():
+        raise ConfigError(
+            f"adapter.path='{path}' is no folder, and is not looked up on the hub, since '{folder.parent}' is a folder "
+            "here. Name a folder that PEFT or SaveHF has written."
+        )
     try:
         hf_hub_download(path, WEIGHTS_FILE)
         return Path(hf_hub_download(path, CONFIG_FILE)).parent

@@ -254,6 +254,7 @@ class RLModule(EvaluationSteps):
 
         Raises:
             ConfigError: ``max_steps_without_signal`` consecutive steps have no signal.
+            EnvironmentFailedError: no trajectory is left, since all have timed out, or some, and the others failed.
         """
         self._num_not_sampled = 0
         num_samples = self.prompts_per_step * self.samples_per_prompt
@@ -276,6 +277,8 @@ class RLModule(EvaluationSteps):
             torch.tensor(counts), name="rewards are there"
         ).tolist()
         failures.check(num_failed, num_sampled)
+        if num_lost and not num_sampled:
+            self._rollout_callback.check_timeouts()
         if self.generates:
             batch = self.batch_type.concatenate(sampled)
             compared = self.compared_rewards(batch)

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from rlightning.foreign_text import cut
+from rlightning.foreign_text import cut, cut_line
 
 
 class RewardResult(NamedTuple):
@@ -22,6 +22,12 @@ class RewardResult(NamedTuple):
     def failed(cls, error: str) -> "RewardResult":
         """Return the result of a failed call; the error text is cut to a length that can be logged."""
         return cls(None, cut(error))
+
+
+def error_line(error: str) -> str:
+    """Return the line of a failed call's error that names it: the last one of a traceback, otherwise the first."""
+    lines = error.strip().splitlines() or [""]
+    return cut_line(lines[-1] if lines[0].startswith("Traceback") else lines[0])
 
 
 RewardCallable = Callable[..., object]

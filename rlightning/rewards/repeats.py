@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlightning.rewards.calls import RewardResult
+from rlightning.rewards.calls import RewardResult, error_line
 
 REPEATED_CALLS = 8
 """Number of completions for which each function is called again."""
@@ -50,18 +50,34 @@ def describe_repeat(
         is_final: whether no further call will return; otherwise :func:`describe_noise` follows.
     """
     speed = _describe_speed(repeat, len(all_values), num_parallel, deadline)
-    noise = (_describe_differences(repeat), _describe_unknown(repeat)) if is_final else ()
+    noise = _describe_noise(repeat) if is_final else ()
     return _join(name, *noise, _describe_values(everywhere or all_values), speed)
 
 
 def describe_noise(name: str, repeat: Repeat) -> str | None:
     """Return a warning if a reward function is not deterministic, or if that is unknown."""
-    return _join(name, _describe_differences(repeat), _describe_unknown(repeat))
+    return _join(name, *_describe_noise(repeat))
 
 
 def _join(name: str, *findings: str | None) -> str | None:
     said = "; ".join(filter(None, findings))
     return f"Reward '{name}': {said}. model.check_rewards: false leaves this check out." if said else None
+
+
+def _describe_noise(repeat: Repeat) -> tuple[str | None, ...]:
+    return _describe_differences(repeat), _describe_failures(repeat), _describe_unknown(repeat)
+
+
+def _describe_failures(repeat: Repeat) -> str | None:
+    """Return a sentence about second calls that failed for completions with a first result; None if there are none."""
+    errors = [
+        outcome.error
+        for first, outcome in zip(repeat.first, repeat.again, strict=True)
+        if outcome is not None and outcome.error is not None and not math.isnan(first)
+    ]
+    if not errors:
+        return None
+    return f"{len(errors)} of {len(repeat.again)} second calls failed, unlike the first ones: {error_line(errors[0])}"
 
 
 def _describe_unknown(repeat: Repeat) -> str | None:
@@ -75,21 +91,28 @@ def _describe_unknown(repeat: Repeat) -> str | None:
 
 
 def _describe_differences(repeat: Repeat) -> str | None:
-    """Return a sentence about how much the results of two calls differ; None if they are equal."""
+    """Return a sentence about how much the results of two calls differ; None if they are equal. Calls that failed are
+    left out.
+    """
     pairs = [
         (first, math.nan if outcome.value is None else outcome.value)
         for first, outcome in zip(repeat.first, repeat.again, strict=True)
-        if outcome is not None
+        if outcome is not None and outcome.error is None
     ]
     num_different = sum(not _is_same(first, again) for first, again in pairs)
     if not num_different:
         return None
+    finding = f"asked again, it gave {num_different} of {len(pairs)} completions another result"
     distances = [abs(again - first) for first, again in pairs if not math.isnan(again - first)]
+    num_once = sum(math.isnan(first) != math.isnan(again) for first, again in pairs)
+    if num_once:
+        finding += f", {num_once} of them a reward in only one of the two calls"
+    if num_once == num_different:
+        return finding
     # Two calls have equal variance; their difference has twice as much.
-    noise = math.sqrt(sum(d * d for d in distances) / (2 * len(distances))) if distances else math.nan
+    noise = math.sqrt(sum(d * d for d in distances) / (2 * len(distances)))
     return (
-        f"asked again, it gave {num_different} of {len(pairs)} completions another result, up to "
-        f"{max(distances, default=math.nan):g} apart, a standard deviation of {noise:.3g} from call to call, which is "
+        f"{finding}, up to {max(distances):g} apart, a standard deviation of {noise:.3g} from call to call, which is "
         "noise in the advantages"
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rlightning.errors import ConfigError, check_rules
 from rlightning.processes.cpu_cores import num_cores
-from rlightning.rewards.calls import RewardResult
+from rlightning.rewards.calls import RewardResult, failure
 from rlightning.rewards.config import GIVEN, TURNS, Reward, bind_rewards
 from rlightning.rewards.event_loop import MAX_CONCURRENT
 from rlightning.rewards.pool import RewardPool
@@ -297,8 +297,14 @@ class RewardRunner:
 
 
 def read_results(calls: "Sequence[Future[RewardResult]]") -> list[RewardResult | None]:
-    """Return the results of calls; None for those that have not returned, or have none."""
-    return [call.result() if call.done() and not call.cancelled() and not call.exception() else None for call in calls]
+    """Return the results of calls; None for those that have not returned, or were cancelled."""
+    return [_read_result(call) if call.done() and not call.cancelled() else None for call in calls]
+
+
+def _read_result(call: "Future[RewardResult]") -> RewardResult:
+    """Return the result of a call that has ended; an exception, such as of a worker pool, becomes a failed result."""
+    error = call.exception()
+    return call.result() if error is None else failure(error)
 
 
 def cancel_calls(calls: "Iterable[Future[RewardResult]]") -> None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rlightning.errors import RewardError
-from rlightning.foreign_text import cut_line
-from rlightning.rewards.calls import RewardResult
+from rlightning.rewards.calls import RewardResult, error_line
 from rlightning.rewards.config import BoundReward
 
 if TYPE_CHECKING:
@@ -71,9 +70,7 @@ class FailureCount:
         """
         self.num_failed += 1
         if self._first is None:
-            lines = error.strip().splitlines()
-            gist = cut_line(lines[-1] if lines[0].startswith("Traceback") else lines[0])
-            self._first = f"The first failure, of '{name}' on sample {sample}: {gist}", error
+            self._first = f"The first failure, of '{name}' on sample {sample}: {error_line(error)}", error
         self.check(self.num_failed, max(self.num_samples, self.num_scored), at_least="at least ")
 
     def check(self, num_failed: int, num_samples: int, *, at_least: str = "") -> None:

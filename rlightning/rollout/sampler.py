@@ -159,6 +159,12 @@ class Generator(Protocol):
         """
         return self.generate(prompts, num_samples, sampling, on_completed)
 
+    def check_timeouts(self) -> None:
+        """Raise an error if time limits have left the step no trajectory; called on every rank, after the last refill,
+        if the step has none. By default it does nothing.
+        """
+        return None
+
     def describe(self) -> str:
         """Return a line about the sampler for the start of a run; "" for none."""
         return ""

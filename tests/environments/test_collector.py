@@ -14,12 +14,13 @@ import pytest
 from collector_cases import CollectorRun, runs_of
 
 from rlightning.environments import Environment, Policy
+from rlightning.environments.environment_totals import EnvironmentTotals
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import EngineError, EnvironmentFailedError
 from rlightning.rollout import Sampling
 from rlightning.rollout.async_metrics import WINDOW_STEPS, BottleneckMonitor
-from rlightning.types import Outcome, Prompt, Sample
+from rlightning.types import Outcome, Prompt, Sample, Status, Trajectory
 
 
 class ImmediateSampler:
@@ -149,8 +150,35 @@ def test_step_without_trajectories_in_time_ends_the_run(
                     run.collect(3, *requests)
                 else:
                     run.collector.generate(requests, 1, Sampling(), None)
+                run.collector.check_timeouts()
+        run.collector.begin_step()
         run.collector.is_training = False
         run.collector.generate(requests, 1, Sampling(), None)
+        run.collector.check_timeouts()
+
+
+@pytest.mark.parametrize("last", ["finished", "timeout"])
+def test_refill_may_replace_prompts_that_time_out(last: str) -> None:
+    late = [(Prompt(index, "timeout", [index], {}), 0) for index in range(3)]
+    with runs_of(CollectorRun) as make:
+        run = make(ImmediateSampler(lambda _: True), Outcomes(), max_failed_share=0.5, time_limits=LIMITS)
+        run.collector.begin_step()
+        run.collect(3, *late)
+        run.collect(1, (Prompt(3, last, [3], {}), 0))
+        line = r"^All 4 trajectories of the step timed out"
+        with nullcontext() if last == "finished" else pytest.raises(EnvironmentFailedError, match=line):
+            run.collector.check_timeouts()
+
+
+@pytest.mark.parametrize("statuses", [("timeout", "failed"), ("failed", "timeout")])
+def test_step_of_timeouts_and_failures_has_none_left_in_either_order(statuses: tuple[Status, ...]) -> None:
+    totals = EnvironmentTotals(0.1, LIMITS, num_expected=20)
+    prompt = Prompt(0, "", [1], {})
+    for status in statuses:
+        assert totals.describe_timeouts() is None
+        totals.count([Trajectory(prompt, (), (), status)] * {"timeout": 18, "failed": 2}[status], None)
+    line = totals.describe_timeouts()
+    assert line is not None and line.startswith("18 of the 20 trajectories of the step timed out, so that none was sam")
 
 
 def test_bottleneck_counts_steps_however_often_refilled(make_run: Callable[..., Run]) -> None:

@@ -347,6 +347,19 @@ def test_a_path_may_be_a_name_on_the_hub(model: str, tmp_path: Path, monkeypatch
         resolve(model, path="someone/other")
 
 
+def test_mistyped_folder_is_not_looked_up_on_the_hub(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(name: str, file: str) -> str:
+        raise AssertionError("the hub is asked")
+
+    monkeypatch.setattr(adapter_files, "hf_hub_download", download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with refused(r"adapter\.path='runs/adapter' is no folder, .* since 'runs' is a folder here\. Name a folder that"):
+        resolve(model, path="runs/adapter")
+
+
 def test_adapter_folder_without_safetensors_is_refused(model: str, tmp_path: Path) -> None:
     save_peft(model, tmp_path)
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")

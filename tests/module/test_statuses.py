@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ActorGenerator, UseGenerator, make_data, make_grpo, make_trainer
+from tiny import ActorGenerator, UseGenerator, make_algorithm, make_data, make_grpo, make_trainer
 
+from rlightning.algorithms import GRPO
+from rlightning.errors import EnvironmentFailedError
 from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
 from rlightning.rollout import OnCompleted, Sampling
@@ -90,3 +92,41 @@ def test_reward_function_gets_the_turns(model_folder: str, tmp_path: Path) -> No
     rewards = [RewardFunction(lambda turns, completion: count_assistant_turns(turns, completion), name="turns")]
     _, metrics = train(model_folder, tmp_path, rewards=rewards)
     assert metrics["reward/mean"] == 1.0 and metrics["reward/failed"] == 0.0
+
+
+class Late(ActorGenerator):
+    """Lets all trajectories of the first calls time out."""
+
+    num_late, num_calls = 1, 0
+
+    def generate(self, *arguments: Any) -> list[list[Trajectory]]:
+        groups = super().generate(*arguments)
+        self.num_calls += 1
+        for trajectory in [one for group in groups for one in group]:
+            trajectory.status = "timeout" if self.num_calls <= self.num_late else "finished"
+        return groups
+
+    def check_timeouts(self) -> None:
+        raise EnvironmentFailedError(f"All timed out in {self.num_calls} calls.")
+
+
+class AlwaysLate(Late):
+    num_late = 3
+
+
+class Refilled(GRPO):
+    """Samples other prompts for groups without trajectories."""
+
+    max_refills = 2
+
+
+@pytest.mark.parametrize("kind", [Late, AlwaysLate])
+def test_timeouts_end_the_run_only_after_the_last_refill(kind: type[Late], model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, 1, UseGenerator(kind))
+    module = make_algorithm(Refilled, model_folder, validate_first=False)
+    if kind is AlwaysLate:
+        with pytest.raises(EnvironmentFailedError, match=r"^All timed out in 3 calls\."):
+            trainer.fit(module, make_data(tmp_path))
+    else:
+        trainer.fit(module, make_data(tmp_path))
+        assert module.weight_version == 1 and trainer.callback_metrics["trajectory/not_sampled"] > 0

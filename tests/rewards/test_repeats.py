@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import threading
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rlightning.algorithms import GRPO
 from rlightning.rewards import RewardFunction
 from rlightning.rewards import runner as reward_runner
 from rlightning.rewards.calls import RewardResult
-from rlightning.rewards.repeats import Repeat, describe_repeat
+from rlightning.rewards.repeats import Repeat, describe_noise, describe_repeat
 from rlightning.types import RolloutBatch
 
 
@@ -42,6 +42,33 @@ def test_noise_is_measured_from_pairs() -> None:
 def test_a_result_that_is_there_only_once_differs() -> None:
     line = describe([0.0, 1.0], [0.0, None])
     assert line is not None and "gave 1 of 2 completions another result" in line
+
+
+def test_result_that_is_there_only_once_has_no_distance() -> None:
+    line = describe([0.0, 1.0, 0.5, math.nan], [0.0, None, 0.7, 1.0])
+    # Pairs of numbers: differences of 0 and 0.2, twice the variance is 0.04 / 2.
+    assert line is not None and "gave 3 of 4 completions another result, 2 of them a reward in only one of the" in line
+    assert "up to 0.2 apart, a standard deviation of 0.1 from" in line
+    line = describe([0.0, 1.0], [0.0, None])
+    assert line is not None and "apart" not in line and "deviation" not in line
+
+
+def test_failed_second_calls_are_no_noise() -> None:
+    first, late = [0.0, 1.0, 0.5, math.nan], "TimeoutError: the reward function took more than its timeout=60 s"
+    again = [RewardResult(0.0), RewardResult.failed(late), RewardResult.failed("Traceback\nKeyError: 'x'")]
+    repeat = Repeat(first, [*again, RewardResult.failed("ValueError: as the first one")], 0.1)
+    assert describe_noise("judge", repeat) == (
+        f"Reward 'judge': 2 of 4 second calls failed, unlike the first ones: {late}. model.check_rewards: false leaves "
+        "this check out."
+    )
+
+
+def test_call_that_raised_has_failed_and_is_not_late() -> None:
+    raised, waiting, cancelled = Future[RewardResult](), Future[RewardResult](), Future[RewardResult]()
+    raised.set_exception(OSError("the pool is broken"))
+    cancelled.cancel()
+    failed, *others = reward_runner.read_results([raised, waiting, cancelled])
+    assert failed is not None and failed.error == "OSError: the pool is broken" and others == [None, None]
 
 
 def test_results_that_are_all_equal_are_named() -> None:
