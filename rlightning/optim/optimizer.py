@@ -160,7 +160,7 @@ class ConfiguredLR(LambdaLR):
             group["lr"] = lr
 
 
-def make_lr_schedule(optimizer: AdamW, settings: AdamWSettings, *, max_steps: int) -> ConfiguredLR:
+def make_lr_schedule(optimizer: Optimizer, settings: AdamWSettings, *, max_steps: int) -> ConfiguredLR:
     """Return a schedule of linear warm-up and decay, both counted in rollout steps.
 
     The peak is the learning rate of each of the optimizer's groups. ``max_steps`` is -1 for a run of unlimited length.
