@@ -13,7 +13,7 @@ from rlightning.environments.agent_command import AgentCommand, RewardSource
 from rlightning.environments.agent_function import MAX_IDLE_CONNECTIONS, Access, AgentFunction
 from rlightning.environments.agent_workers import AgentWorkers, start_workers
 from rlightning.environments.endpoint import Endpoint, Session
-from rlightning.environments.endpoint.server import MAX_SESSIONS
+from rlightning.environments.endpoint.server import MAX_CONNECTIONS, MAX_REQUESTS, MAX_SESSIONS
 from rlightning.environments.environment import Environment, Places, Policy
 from rlightning.environments.policy import as_recorded
 from rlightning.errors import ConfigError, check_rules
@@ -22,8 +22,6 @@ from rlightning.types.trajectory import Outcome, Prompt
 
 UNFINISHED = ("timeout", "failed", "aborted")
 """Statuses of trajectories that may have no turns."""
-MIN_CONNECTIONS = 4096
-"""Least default of the endpoint's maximum number of concurrent connections."""
 
 
 class AgentProgram(Environment):
@@ -97,20 +95,21 @@ class AgentProgram(Environment):
             self._workers = start_workers(self._function, num_workers, max_trajectories, workers or {})
         self.command = AgentCommand(command, folder, variables or {}, reward) if command else None
         try:
-            bounds = {
-                "max_connections": max(MIN_CONNECTIONS, 2 * MAX_IDLE_CONNECTIONS * max_trajectories),
+            bounds = {  # a trajectory fails beyond max_connections: by default all can have all of their requests
+                "max_connections": max(MAX_CONNECTIONS, MAX_REQUESTS * max_trajectories),
                 "max_sessions": max(MAX_SESSIONS, max_trajectories),
             }
             self.endpoint = Endpoint(**(bounds | dict(endpoint or {})))
         except TypeError as error:
             raise ConfigError(f"AgentProgram: endpoint={cut_value(endpoint)}: {cut_line(error)}.") from error
         self.truncates = self.endpoint.truncates
-        most, num_kept = self.endpoint.max_connections, MAX_IDLE_CONNECTIONS * max_trajectories
-        rule = f"endpoint.max_connections={most} must be above the {num_kept} of max_trajectories={max_trajectories}"
+        num_kept, num_idle = MAX_IDLE_CONNECTIONS * max_trajectories, self.endpoint.max_idle_connections
+        kept = f"fewer than the {num_idle} idle ones that endpoint.max_connections={self.endpoint.max_connections}"
+        rule = f"the {num_kept} connections that max_trajectories={max_trajectories} may keep must be {kept} allows"
         sessions = f"endpoint.max_sessions={self.endpoint.max_sessions} must be at least max_trajectories"
         check_rules(
             {
-                f"AgentProgram: {rule}": agent is None or num_kept < most,
+                f"AgentProgram: {rule}": agent is None or num_kept < num_idle,
                 f"AgentProgram: {sessions}={max_trajectories}": max_trajectories <= self.endpoint.max_sessions,
             }
         )

@@ -29,6 +29,7 @@ from rlightning.types.trajectory import (
     Prompt,
     Sample,
     Trajectory,
+    Turn,
     from_plain,
     read_traces,
     to_plain,
@@ -39,11 +40,12 @@ log = logging.getLogger(__name__)
 CONSTRAINED = "constrained_turns"
 """Metric: the number of a trajectory's constrained turns; only of trajectories with such turns."""
 TRUNCATED = "truncated_turns"
-"""Metric: the number of a trajectory's turns sampled with another top_p, top_k or min_p than the run's; only of
-trajectories with such turns.
+"""Metric: the number of a trajectory's turns that top_p, top_k or min_p truncated; only of trajectories in which a
+request changed these, so that turns may differ from the run's, and from each other. It may be 0.
 """
 SETTINGS = (
-    *("tools", "attempt", "temperature", "num_requested", "num_constrained", "num_truncated", "has_reached_limit"),
+    *("tools", "attempt", "temperature", "num_requested", "num_constrained", "num_truncated", "changes_truncation"),
+    "has_reached_limit",
 )
 """Attributes of :class:`RecordedPolicy` that a checkpoint saves."""
 PART_BITS = 32
@@ -85,7 +87,8 @@ class RecordedPolicy:
         num_requested: number of requested turns.
         num_constrained: number of turns that a request constrained, such as to a JSON schema, so that their
             distribution changed.
-        num_truncated: number of turns for which a request changed ``top_p``, ``top_k`` or ``min_p``.
+        num_truncated: number of turns whose distribution ``top_p``, ``top_k`` or ``min_p`` truncated.
+        changes_truncation: whether a turn was sampled with another ``top_p``, ``top_k`` or ``min_p`` than the run's.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class RecordedPolicy:
         self.temperature: float | None = None
         self.has_reached_limit = False
         self.num_constrained = self.num_truncated = 0
-        self.has_snapshots = False
+        self.has_snapshots = self.changes_truncation = False
         self.failure: Exception | None = None
         self.progress: Outcome | None = None
         self.on_turn: Callable[[], None] = lambda: None
@@ -141,7 +144,7 @@ class RecordedPolicy:
     def split(self) -> "RecordedPolicy":
         """Return a policy that records a part of the trajectory separately, such as one of several agents.
 
-        ``recorder.extend`` appends that part to this trajectory.
+        :meth:`join` appends that part to this trajectory.
         """
         part = RecordedPolicy(
             self._sampler, self.chat_format, self._request, self._number, self.max_length, self.attempt, self.clock
@@ -150,6 +153,18 @@ class RecordedPolicy:
         part.num_requested = self._num_parts << PART_BITS  # samples from its own random streams
         self._num_parts += 1
         return part
+
+    def join(self, part: "RecordedPolicy", turns: Sequence[Turn] | None = None) -> None:
+        """Append a part of :meth:`split`, which must not sample afterwards, to the trajectory.
+
+        ``turns`` replaces the part's turns, as in :meth:`Recorder.extend`. The trajectory gets the temperature of the
+        part that is joined last.
+        """
+        self.recorder.extend(part.recorder, turns)
+        self.temperature = part.temperature
+        self.num_constrained += part.num_constrained
+        self.num_truncated += part.num_truncated
+        self.changes_truncation |= part.changes_truncation
 
     async def chat(self, *observations: Message, tools: Sequence[Message] | None = None) -> Reply:
         """Sample the policy's next turn in the chat (:meth:`Policy.chat`)."""
@@ -308,7 +323,8 @@ class RecordedPolicy:
             raise
         self.has_reached_limit = False
         self.num_constrained += num_samples if sampling.json_schema is not None else 0
-        self.num_truncated += num_samples if sampling.truncation != self.sampling.truncation else 0
+        self.num_truncated += num_samples if sampling.is_truncated else 0
+        self.changes_truncation |= sampling.truncation != self.sampling.truncation
         self.on_turn()
         return self.recorder.record(reservation, samples, observations, messages)
 
@@ -317,7 +333,8 @@ class RecordedPolicy:
         cut the last turn.
         """
         prompt = self._request.prompt
-        unusual = {CONSTRAINED: self.num_constrained, TRUNCATED: self.num_truncated}
+        unusual = {CONSTRAINED: float(self.num_constrained)} if self.num_constrained else {}
+        unusual |= {TRUNCATED: float(self.num_truncated)} if self.changes_truncation else {}
         is_usual = self.temperature in (None, self.sampling.temperature)
         return Trajectory(
             prompt if is_usual else prompt._replace(temperature=self.temperature),
@@ -326,7 +343,7 @@ class RecordedPolicy:
             "truncated" if outcome.status == "finished" and self.is_cut else outcome.status,
             reward=total_reward(outcome),
             turn_rewards=outcome.turn_rewards,
-            metrics=outcome.metrics | {name: float(number) for name, number in unusual.items() if number},
+            metrics=outcome.metrics | unusual,
             timings={"trajectory": seconds},
             error=outcome.error,
             traces=read_traces(outcome.traces),

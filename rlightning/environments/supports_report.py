@@ -34,7 +34,7 @@ class SupportsReport:
         num_sampled = sum(len(one.token_ids) for one in samples)
         num_unknown = num_sampled - np.count_nonzero(sizes)
         if not num_unknown:
-            if num_sampled and not self._sampling.top_k and not self._has_described:
+            if not self._has_described and any(map(self._is_limited, batch.trajectories)):
                 self._has_described = True
                 log.info(
                     "top_p and min_p leave the %d likeliest tokens at most: the trainer's distributions are cut as the "
@@ -52,8 +52,21 @@ class SupportsReport:
         )
 
     def _truncated_samples(self, trajectory: Trajectory) -> list[Sample]:
-        """Return the samples of a trajectory whose distributions were truncated."""
-        if TRUNCATED in trajectory.metrics:  # some, by requests of its own
-            known = [sample for sample in trajectory.samples if sample.supports is not None]
-            return known or trajectory.samples
-        return trajectory.samples if self._sampling.of(trajectory.prompt).is_truncated else []
+        """Return the samples of a trajectory whose distributions were truncated.
+
+        Where requests changed what truncates them, only the number of truncated turns is known: without supports, any
+        samples stand for them.
+        """
+        own = trajectory.metrics.get(TRUNCATED)
+        if own is None:
+            return trajectory.samples if self._sampling.of(trajectory.prompt).is_truncated else []
+        known = [sample for sample in trajectory.samples if sample.supports is not None]
+        others = [sample for sample in trajectory.samples if sample.supports is None]
+        return known + others[: max(0, int(own) - len(known))]
+
+    def _is_limited(self, trajectory: Trajectory) -> bool:
+        """Return whether ``MAX_SUPPORT`` stands in for a missing top-k in turns of a trajectory."""
+        if TRUNCATED not in trajectory.metrics:
+            return self._sampling.of(trajectory.prompt).is_truncated and not self._sampling.top_k
+        supports = [sample.supports for sample in trajectory.samples if sample.supports is not None]
+        return any(MAX_SUPPORT in one.sizes for one in supports)  # the top-k that a request has is unknown

@@ -169,8 +169,9 @@ def test_an_agent_out_of_time_was_not_sampled(own: float | None, run_s: float) -
             r"^environment\.workers\.hang_timeout=0 must be above 0 seconds\.$",
         ),
         (
-            lambda: AgentProgram(AGENT, max_trajectories=2048, endpoint={"max_connections": 4096}),
-            r"max_connections=4096 must be above the 4096 of max_trajectories=2048\.$",
+            lambda: AgentProgram(AGENT, max_trajectories=2048, endpoint={"max_connections": 3072}),
+            r"the 4096 connections that max_trajectories=2048 may keep must be fewer than the 4096 idle ones that "
+            r"endpoint\.max_connections=3072 allows\.$",
         ),
         (
             lambda: AgentProgram(AGENT, max_trajectories=3, endpoint={"max_sessions": 2}),
@@ -185,6 +186,22 @@ def test_mistakes_are_one_line(make: Callable[[], AgentProgram], reason: str) ->
     with pytest.raises(ConfigError, match=reason) as caught:
         asyncio.run(make().check())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("max_trajectories", "endpoint", "most"),
+    [
+        (8, {}, 4096),
+        (512, {}, 64 * 512),  # beside Endpoint's max_requests=64, no request of a trajectory is one too many
+        (1024, {"max_connections": 2000}, 2000),  # beside 3024 idle connections, of which clients keep 2048
+        (2048, {"max_connections": 3073}, 3073),
+    ],
+)
+def test_endpoint_has_room_for_requests_and_idle_connections(
+    max_trajectories: int, endpoint: dict[str, int], most: int
+) -> None:
+    agent = AgentProgram(AGENT, max_trajectories=max_trajectories, endpoint=endpoint)
+    assert agent.endpoint.max_connections == most and agent.endpoint.max_idle_connections == most + 1024
 
 
 def test_a_trainer_without_a_server_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

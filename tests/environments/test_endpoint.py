@@ -64,11 +64,17 @@ def test_unknown_parameter_cannot_be_allowed() -> None:
         Endpoint(allowed=["top_p", "stop"])
 
 
-TRUNCATIONS = [({"top_p": 0.5}, (0.5, 20, 0.0)), ({"min_p": 0.1}, (1.0, 20, 0.1)), ({"top_k": -1}, (1.0, 0, 0.0))]
+TRUNCATIONS = [
+    ({"top_p": 0.5}, (0.5, 20, 0.0), 2.0),
+    ({"min_p": 0.1}, (1.0, 20, 0.1), 2.0),
+    ({"top_k": -1}, (1.0, 0, 0.0), 1.0),  # only the run's own turn is truncated
+]
 
 
-@pytest.mark.parametrize(("given", "truncation"), TRUNCATIONS)
-def test_truncation_is_refused_or_the_turns_own(given: dict[str, float], truncation: tuple[float, int, float]) -> None:
+@pytest.mark.parametrize(("given", "truncation", "num_truncated"), TRUNCATIONS)
+def test_truncation_is_refused_or_the_turns_own(
+    given: dict[str, float], truncation: tuple[float, int, float], num_truncated: float
+) -> None:
     (name,) = given
     policy, sampler, _ = make("One.", "Two.", sampling={"top_k": 20})
     error = get_refusal(policy, extra_body=given)
@@ -82,7 +88,7 @@ def test_truncation_is_refused_or_the_turns_own(given: dict[str, float], truncat
 
     trajectory = run(policy, use, allowed=[name])
     assert [sampling.truncation for sampling in sampler.samplings] == [truncation, (1.0, 20, 0.0)]
-    assert trajectory.metrics == {"truncated_turns": 1.0}
+    assert trajectory.metrics == {"truncated_turns": num_truncated}
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}

@@ -198,7 +198,7 @@ class Parts(Environment):
         part = policy.split()
         for turn in range(4):
             await part.chat({"role": "user", "content": f"turn {turn}"})
-        policy.recorder.extend(part.recorder)
+        policy.join(part)
         return Outcome()
 
 

@@ -43,6 +43,10 @@ LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_SECONDS = 120
 """Seconds that a client's idle connection stays open: tools may take long between two requests."""
 CLOSE_SECONDS = 5.0
+MAX_CONNECTIONS = 4096
+"""Default maximum number of concurrent requests."""
+MAX_REQUESTS = 64
+"""Default maximum number of concurrent requests of a session."""
 MAX_SESSIONS = 16384
 """Default maximum number of concurrent sessions."""
 SPARE_CONNECTIONS = 1024
@@ -67,8 +71,8 @@ class Endpoint:
             not include.
         max_request_bytes: maximum bytes of a request's body.
         max_connections: maximum number of concurrent requests of all sessions, each of which takes a connection. One
-            more fails its trajectory, whatever the agent makes of the response (503). The server accepts idle
-            connections beyond these: as many again, and 1024.
+            more fails its trajectory, whatever the agent makes of the response (503). The server accepts
+            ``max_idle_connections`` beyond these.
         max_requests: maximum number of concurrent requests of a session.
         max_sessions: maximum number of concurrent sessions; a trajectory that needs another one fails.
 
@@ -86,8 +90,8 @@ class Endpoint:
         ignored: Iterable[str] = (),
         allowed: Iterable[str] = (),
         max_request_bytes: int = 16 << 20,
-        max_connections: int = 4096,
-        max_requests: int = 64,
+        max_connections: int = MAX_CONNECTIONS,
+        max_requests: int = MAX_REQUESTS,
         max_sessions: int = MAX_SESSIONS,
     ) -> None:
         check_rules(
@@ -118,6 +122,11 @@ class Endpoint:
         """Whether requests may truncate the distribution of their tokens in other ways than the run."""
         return not self.allowed.isdisjoint(TRUNCATION)
 
+    @property
+    def max_idle_connections(self) -> int:
+        """Number of connections without a request that are accepted beside ``max_connections`` requests."""
+        return self.max_connections + SPARE_CONNECTIONS
+
     async def start(self) -> None:
         """Start to listen, if not listening already; raises a ConfigError if that fails."""
         if self._serving is None:
@@ -133,7 +142,7 @@ class Endpoint:
                 proxy_headers=False,
                 server_header=False,
                 date_header=False,
-                limit_concurrency=2 * self.max_connections + SPARE_CONNECTIONS,  # uvicorn's 503 fails no session
+                limit_concurrency=self.max_connections + self.max_idle_connections,  # uvicorn's 503 fails no session
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=1,
             )

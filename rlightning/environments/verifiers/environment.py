@@ -125,7 +125,8 @@ class Verifiers(Environment):
         self.timeout, self.hang_timeout, self.variables = timeout, hang_timeout, dict(variables or {})
         try:
             room = max(MAX_SESSIONS, SESSIONS_PER_EPISODE * num_workers * max_trajectories)
-            self.endpoint = Endpoint(**({"max_sessions": room} | dict(endpoint or {})))
+            bounds = {"max_connections": room, "max_sessions": room}
+            self.endpoint = Endpoint(**(bounds | dict(endpoint or {})))
         except TypeError as error:
             raise ConfigError(f"Verifiers: endpoint={endpoint}: {cut_line(error)}.") from error
         self.truncates = self.endpoint.truncates
@@ -188,7 +189,7 @@ class Verifiers(Environment):
         finally:
             if not policy.recorder.branches:  # the rollout failed: record what it sampled for `completions/`
                 for part in parts.values():
-                    policy.recorder.extend(part.recorder)
+                    policy.join(part)
 
     async def _run_episode(
         self,
@@ -259,13 +260,12 @@ class Verifiers(Environment):
             raise RuntimeError(f"verifiers' episode failed: {failure}")
         trained: list[tuple[Trace, list[int]]] = []
         for trace in episode.traces:
-            recorder = parts[trace.id].recorder
-            turns = trace.match(recorder.turns)
+            part = parts[trace.id]
+            turns = trace.match(part.recorder.turns)
             if self._is_trained(trace):
                 first = len(policy.recorder.samples)
-                policy.recorder.extend(recorder, turns)
+                policy.join(part, turns)
                 trained.append((trace, list(range(first, len(policy.recorder.samples)))))
-                policy.temperature = parts[trace.id].temperature
         if not policy.recorder.branches:
             raise ValueError("the episode ended without a turn of an agent that is trained")
         given = [reward for trace, _ in trained if (reward := trace.sum_rewards()) is not None]
