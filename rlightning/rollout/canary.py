@@ -54,6 +54,8 @@ layers round. In float32 it stands for the errors of all layers, with a margin f
 """
 TF32_ROUNDING = 2.0**-6
 """The relative error of TF32 products, in which vLLM multiplies float32 matrices on a GPU."""
+CPU_FACTOR = 2.0
+"""Half precision on a CPU: without AVX-512, vLLM's kernels cut numbers off where PyTorch rounds to the nearest."""
 
 
 class Evaluation(NamedTuple):
@@ -92,8 +94,7 @@ class Canary:
         # An engine samples one token after a sequence that it scores.
         self.token_ids = canary_tokens(tokenizer, max_length - 1)
         self.tolerance, self._dtype = tolerance, dtype
-        is_tf32 = dtype == torch.float32 and device.type == "cuda"
-        self._rounding = TF32_ROUNDING if is_tf32 else ROUNDING[dtype]
+        self._rounding = rounding_errors(dtype, device)
         self._batch = RolloutBatch.of_sequences(self.token_ids.tolist() * NUM_COPIES)
         self._latest: Evaluation | None = None
         self._former: Evaluation | None = None  # of the sync before the latest
@@ -302,6 +303,13 @@ class Verification:
             engine.weight_version = None  # counts as having no weights
             raise
         engine.is_verified = True
+
+
+def rounding_errors(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the ``rounding`` for :func:`perturbed_embeddings`, of an engine with that dtype and device."""
+    if dtype == torch.float32:
+        return TF32_ROUNDING if device.type == "cuda" else ROUNDING[dtype]
+    return ROUNDING[dtype] * (CPU_FACTOR if device.type == "cpu" else 1.0)
 
 
 def canary_tokens(tokenizer: PreTrainedTokenizerBase, max_length: int) -> NDArray[np.int64]:

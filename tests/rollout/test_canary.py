@@ -123,7 +123,8 @@ def test_scale_of_logits_changes_nothing(policy: Policy, scale: float) -> None:
     sharpened = policy.weights | {"model.norm.weight": policy.weights["model.norm.weight"] * scale}
     policy.take(sharpened)
     policy.verify(sharpened)
-    policy.take(update(sharpened, 1e-5))
+    # Large enough for the share to be told well beside what bfloat16 on a CPU without AVX-512 rounds.
+    policy.take(update(sharpened, 1e-5 if policy.engine.config.dtype == torch.float32 else 4e-5))
     policy.verify(policy.weights)
     name = "model.layers.2.self_attn.k_proj.weight"
     with pytest.raises(EngineError, match=r"they differ by .* nats, .* where rollout\.verify_tolerance allows"):
