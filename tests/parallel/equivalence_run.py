@@ -151,8 +151,7 @@ def train_each(folder: Path, model: str, runs: dict[str, dict[str, Any]]) -> Non
         (folder / name).mkdir(exist_ok=True)
         wanted = arguments.pop("strategy", {})
         strategy = DDP() if wanted == "ddp" else FSDP(**wanted)
-        is_whole = "tensor_parallel_size" not in wanted
-        compiles = arguments.get("compile", arguments.get("accelerator") == "gpu" and is_whole)
+        compiles = arguments.get("compile", arguments.get("accelerator") == "gpu")
         if arguments.get("offload"):
             arguments["offload"] = OffloadDuringRollout(**arguments["offload"])
         rank, num_ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))

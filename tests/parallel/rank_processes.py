@@ -127,12 +127,15 @@ def _call(work: Callable[..., Any], folder: Path, args: Sequence[Any], variables
 
 
 def finish(calls: Sequence[Call], timeout: float = 500) -> list[Any]:
-    """Return each call's result; if a process fails, raise an error with its output and end the others."""
+    """Return each call's result; if a process fails, raise an error with the output of all that have ended, and end
+    the others.
+    """
     ranks = [call.process for call in calls if call.is_rank]
+    errors = []
     try:
         for call in calls:
-            _, error = _wait(call.process, timeout, ranks)
-            assert call.process.returncode == 0, error
+            errors.append(_wait(call.process, timeout, ranks)[1])
+        assert not any(call.process.returncode for call in calls), "\n".join(errors)
     finally:
         for call in calls:
             if call.process.poll() is None:

@@ -133,6 +133,35 @@ def test_scale_of_logits_changes_nothing(policy: Policy, scale: float) -> None:
         policy.verify(sharpened)
 
 
+def test_lasting_deviation_in_an_updates_direction_passes(policy: Policy) -> None:
+    """As kernels that round towards zero make it; old weights are told beside it."""
+    if policy.engine.config.dtype != torch.float32:
+        pytest.skip("beside bfloat16's rounding neither shows in a model of this size")
+    versions = [policy.weights]
+    for seed in (2, 3):
+        versions.append(update(versions[-1], 2e-6, seed))
+    answers = []
+    for weights in versions:
+        send(policy.engine, Source(weights), len(answers))
+        answers.append(policy.engine.score_all(policy.canary.token_ids))
+    deviation = 0.3 * (answers[0] - answers[1])
+
+    policy.canary = make_canary(policy.tokenizer, policy.engine)
+    for weights in versions[:2]:
+        policy.take(weights)
+    with pytest.raises(EngineError, match=r"of the way back to the weights of version \d+, by"):
+        policy.canary.check(answers[1] + deviation)  # nothing is known of the engine yet
+
+    policy.canary = make_canary(policy.tokenizer, policy.engine)
+    for weights, found in zip(versions[:2], answers, strict=False):
+        policy.take(weights)
+        policy.canary.check(found + deviation)
+    policy.take(versions[2])
+    with pytest.raises(EngineError, match=r"of the way back to the weights of version \d+, by"):
+        policy.canary.check(answers[1] + deviation)
+    policy.canary.check(answers[2] + deviation)
+
+
 def in_layer(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Weights], Weights]:
     name = f"model.layers.2.{name}.weight"
     return lambda weights: {name: change(weights[name])}
