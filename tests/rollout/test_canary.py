@@ -140,7 +140,7 @@ def test_lasting_deviation_in_an_updates_direction_passes(policy: Policy) -> Non
     versions = [policy.weights]
     for seed in (2, 3):
         versions.append(update(versions[-1], 2e-6, seed))
-    answers = []
+    answers: list[np.ndarray] = []
     for weights in versions:
         send(policy.engine, Source(weights), len(answers))
         answers.append(policy.engine.score_all(policy.canary.token_ids))
