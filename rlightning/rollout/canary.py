@@ -12,6 +12,7 @@ each sequence.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ layers round. In float32 it stands for the errors of all layers, with a margin f
 TF32_ROUNDING = 2.0**-6
 """The relative error of TF32 products, by which vLLM's attention computes in float32 on a GPU."""
 CPU_FACTOR = 2.0
-"""Half precision on a CPU: without AVX-512, vLLM's kernels cut numbers off where PyTorch rounds to the nearest."""
+"""Of rounding in half precision on a CPU, where vLLM's kernels may cut numbers off, such as those without AVX-512."""
 
 
 class Evaluation(NamedTuple):
@@ -102,7 +103,6 @@ class Canary:
         self._has_passed = False
         self.findings: Findings | None = None
         self._base: Floats | None = None  # of the base model, without its adapter
-        self._deviation: Floats | None = None  # [S], of the engine from the actor at the last check that passed
 
     def evaluate(
         self, score: Score, weight_version: int, adapter_off: Callable[[], AbstractContextManager[None]] | None = None
@@ -126,21 +126,29 @@ class Canary:
             self._has_passed = False
         self._latest = Evaluation(weight_version, evaluate(score, self._batch, self._dtype, self._rounding))
 
-    def check(self, answers: NDArray[np.float32], model_config: PreTrainedConfig | None = None) -> None:
+    def check(
+        self,
+        answers: NDArray[np.float32],
+        model_config: PreTrainedConfig | None = None,
+        deviations: Floats | None = None,
+    ) -> Floats:
         """Raise an EngineError if an engine's weights are not those that the actor had at :meth:`evaluate`.
 
         Args:
             answers: [N, L], the engine's log-probabilities; those of each sequence's first token are ignored.
             model_config: the actor's configuration, whose unusual features the error names; None if unknown.
+            deviations: what the last check of this engine returned; None at the first check since its start.
+
+        Returns:
+            [K, S], the engine's deviations from the actor's evaluations.
         """
         assert self._latest is not None, "evaluate comes first"
         version, actor = self._latest
         engine = answers[:, 1:].flatten().astype(np.float64)
-        reason = self._find_fault(actor, engine)
+        reason = self._find_fault(actor, engine, deviations)
         if reason is None:
             self._has_passed = True
-            self._deviation = engine - actor.mean(0)
-            return
+            return engine - actor
         traits = [] if model_config is None else describe_traits(model_config)
         number, length = self.token_ids.shape
         raise EngineError(
@@ -167,11 +175,11 @@ class Canary:
         """
         if self._base is None:
             return None
-        missing, alone = self._estimate_missing_update(actor, self._base, engine), compare(self._base, engine)
+        missing, alone = estimate_missing_update(actor, self._base, engine), compare(self._base, engine)
         if is_far and alone.distance <= self.tolerance * alone.noise:
             return "the engine is where the actor is without its adapter: it does not apply the adapter"
         is_other = is_far and distance > BEYOND * missing.length
-        if is_other or abs(missing.errors) <= MAX_ERRORS or abs(missing.share) <= MAX_SHARE:
+        if is_other or not (abs(missing.errors) > MAX_ERRORS and abs(missing.share) > MAX_SHARE):
             return None
         direction = "back to" if missing.share > 0 else "further away from"
         return (
@@ -180,31 +188,24 @@ class Canary:
             "with another scale, in part, or more than once"
         )
 
-    def _estimate_missing_update(self, actor: Floats, former: Floats, engine: Floats) -> MissingUpdate:
-        """Return which share of an update an engine lacks, beyond what its deviation at the last check would seem to.
-
-        An engine's kernels may round all tokens in one direction, such as towards zero, in which a small update may go,
-        too. Such a deviation stays from check to check, unlike that of an engine whose weights have become old.
-        """
-        found = estimate_missing_update(actor, former, engine)
-        if self._deviation is None:
-            return found
-        lasting = estimate_missing_update(actor, former, actor.mean(0) + self._deviation)
-        beyond = MissingUpdate(found.length, found.share - lasting.share, found.errors - lasting.errors)
-        return min(found, beyond, key=lambda one: abs(one.errors))
-
-    def _find_fault(self, actor: Floats, engine: Floats) -> str | None:
+    def _find_fault(self, actor: Floats, engine: Floats, deviations: Floats | None) -> str | None:
         """Return a message that says how the engine's weights differ from the actor's; None if they do not."""
         found = compare(actor, engine)
         is_far = not found.distance <= self.tolerance * found.noise  # `not <=`: a NaN counts as far
         formers = {former.version: former.logprobs for former in (self._former, self._verified) if former is not None}
         missing_updates = {
-            version: self._estimate_missing_update(actor, logprobs, engine) for version, logprobs in formers.items()
+            version: estimate_beyond_deviations(actor, logprobs, engine, deviations)
+            for version, logprobs in formers.items()
         }
         self.findings = Findings(found, missing_updates)
-        near = [pair for pair in missing_updates.items() if not (is_far and found.distance > BEYOND * pair[1].length)]
-        version, missing = max(near, key=lambda pair: pair[1].errors, default=(0, None))
-        if missing is not None and missing.share > MAX_SHARE and missing.errors > MAX_ERRORS:
+        stale = [
+            (version, missing)
+            for version, missing in missing_updates.items()
+            if missing.share > MAX_SHARE and missing.errors > MAX_ERRORS
+            if not (is_far and found.distance > BEYOND * missing.length)
+        ]
+        if stale:
+            version, missing = max(stale, key=lambda pair: pair[1].errors)
             return (
                 f"the engine is {missing.share:.0%} of the way back to the weights of version {version}, by "
                 f"{missing.errors:.1f} standard errors, where {MAX_ERRORS:g} may be chance: it holds former weights, "
@@ -263,6 +264,7 @@ class Verification:
             )
         self.every, self.tolerance = every, tolerance
         self.num_syncs = 0
+        self._deviations: WeakKeyDictionary[VerifiedSampler, Floats] = WeakKeyDictionary()
         self.canary: Canary | None = None
 
     def begin_run(self, module: SampledPolicy, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -313,11 +315,34 @@ class Verification:
         assert self.canary is not None, "begin_run and evaluate come first"
         try:
             config = module.model_config if has(module, HasConfig) else None
-            self.canary.check(engine.score_all(self.canary.token_ids), config)
+            known = self._deviations.get(engine) if engine.is_verified else None  # it may have been started again
+            answers = engine.score_all(self.canary.token_ids)
+            self._deviations[engine] = self.canary.check(answers, config, known)
         except EngineError:
             engine.weight_version = None  # counts as having no weights
             raise
         engine.is_verified = True
+
+
+def estimate_beyond_deviations(
+    actor: Floats, former: Floats, engine: Floats, deviations: Floats | None
+) -> MissingUpdate:
+    """Return the less certain of two estimates: with and without the engine's deviations at its last check.
+
+    An engine's kernels may round all tokens in one direction, such as towards zero, and a small update may go in that
+    direction, too. Such deviations stay from check to check, while an engine that keeps its weights does not follow an
+    update.
+
+    Args:
+        actor: [K, S], see :func:`~rlightning.rollout.comparison.estimate_missing_update`.
+        former: [K, S].
+        engine: [S].
+        deviations: [K, S], of the engine from the actor at its last check; None before.
+    """
+    estimates = [estimate_missing_update(actor, former, engine)]
+    if deviations is not None:
+        estimates.append(estimate_missing_update(actor, former, engine - deviations))
+    return min(estimates, key=lambda one: abs(one.errors))
 
 
 def rounding_errors(dtype: torch.dtype, device: torch.device) -> float:

@@ -95,13 +95,14 @@ def estimate_missing_update(actor: Floats, former: Floats, engine: Floats) -> Mi
     Args:
         actor: [K, S], log-probabilities under the current weights.
         former: [K, S], log-probabilities under the former weights.
-        engine: [S], the engine's log-probabilities.
+        engine: [S], the engine's log-probabilities; or [K, S], one for each evaluation.
     """
+    engines = np.broadcast_to(engine, actor.shape)
     moved, whole = [], []
     for k in range(len(actor)):
         others, former_others = np.delete(actor, k, 0), np.delete(former, k, 0)
         start = _score(actor[k], others, former_others)
-        moved.append(_score(engine, others, former_others) - start)
+        moved.append(_score(engines[k], others, former_others) - start)
         whole.append(_score(former[k], others, former_others) - start)
     share = float(np.mean(moved) / np.mean(whole)) if np.mean(whole) > 0 else 0.0
     scores = np.mean(moved, 0)

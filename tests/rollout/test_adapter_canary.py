@@ -61,7 +61,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def evaluated(tokenizer: Any, effect: float, *, has_adapter: bool = True) -> tuple[AdaptedActor, Canary]:
     """An actor, and a canary that has evaluated it once."""
-    canary = Canary(tokenizer, 129, torch.bfloat16, torch.device("cpu"))
+    canary = Canary(tokenizer, 129, torch.bfloat16, torch.device("cuda"))  # on a CPU more rounding is allowed
     actor = AdaptedActor(effect, canary.token_ids.size)
     canary.evaluate(actor.score, 0, (lambda: actor.scaled(0.0)) if has_adapter else None)
     return actor, canary

@@ -34,6 +34,7 @@ class Policy(PolicyModule):
     """An actor with an adapter, of which a test sets the values, without a Trainer."""
 
     def __init__(self, model: str, adapter: Adapter = ADAPTER) -> None:
+        torch.manual_seed(0)  # of A, whatever tests have drawn before
         super().__init__(model, adapter=adapter)
         self.weight_version, self.sends_adapter = 0, True
         self.configure_model()

@@ -147,19 +147,18 @@ def test_lasting_deviation_in_an_updates_direction_passes(policy: Policy) -> Non
     deviation = 0.3 * (answers[0] - answers[1])
 
     policy.canary = make_canary(policy.tokenizer, policy.engine)
-    for weights in versions[:2]:
-        policy.take(weights)
+    policy.take(versions[0])
+    deviations = policy.canary.check(answers[0] + deviation)
+    policy.take(versions[1])
     with pytest.raises(EngineError, match=r"of the way back to the weights of version \d+, by"):
-        policy.canary.check(answers[1] + deviation)  # nothing is known of the engine yet
-
-    policy.canary = make_canary(policy.tokenizer, policy.engine)
-    for weights, found in zip(versions[:2], answers, strict=False):
-        policy.take(weights)
-        policy.canary.check(found + deviation)
+        policy.canary.check(answers[1] + deviation)  # of an engine of which nothing is known
+    with pytest.raises(EngineError, match=r"of the way back to the weights of version \d+, by"):
+        policy.canary.check(answers[0] + deviation, deviations=deviations)  # which has kept its weights
+    deviations = policy.canary.check(answers[1] + deviation, deviations=deviations)
     policy.take(versions[2])
     with pytest.raises(EngineError, match=r"of the way back to the weights of version \d+, by"):
-        policy.canary.check(answers[1] + deviation)
-    policy.canary.check(answers[2] + deviation)
+        policy.canary.check(answers[1] + deviation, deviations=deviations)
+    policy.canary.check(answers[2] + deviation, deviations=deviations)
 
 
 def in_layer(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Weights], Weights]:

@@ -9,11 +9,8 @@ import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -21,42 +18,23 @@ from typing import Any
 
 import pytest
 import torch
-from cli_project import environment
-from engine_models import Actor, bare_config
+from engine_models import Actor
 from engine_run import Witness, in_session, make_data, make_module, make_rollout, make_trainer, save_model
+from served_engines import OWN_REWARDS, RUN_YAML, At, Server, connected, fit, make_config, served
 from waiting import PATIENCE_SECONDS, wait_for
 
 from rlightning import intervals, rpc
 from rlightning.__main__ import main
 from rlightning.errors import EngineDiedError, EngineError, RequestRefusedError
-from rlightning.hooks import RLCallback
 from rlightning.models import Adapter
 from rlightning.processes.liveness import Deadline
 from rlightning.rollout import Sampling, engine_connection
 from rlightning.rollout.engine import vllm_sampling
-from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.engine_connection import ServedEngine
-from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.weights.shared_memory import SharedMemorySender
 from rlightning.rollout.weights.source import plan_source
 from rlightning.rpc.peer import Peer
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE
-
-RUN_YAML = """\
-model:
-  class_path: GRPO
-  init_args: {model: model, rewards: [own_rewards.ones], prompts_per_step: 4, samples_per_prompt: 2, lr: 0.03}
-data: {train: sums.jsonl, max_prompt_tokens: 16}
-rollout:
-  placement: standalone
-  max_new_tokens: 64
-  engine: {kv_cache_memory_bytes: 33554432}
-trainer: {accelerator: cpu, max_steps: 4, enable_model_summary: false}
-"""
-OWN_REWARDS = """\
-async def ones(completion: str) -> float:
-    return completion.count("1") / max(len(completion), 1)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -69,101 +47,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Server:
-    """`rlightning serve` in a session of its own; ready when this returns."""
-
-    def __init__(self, project: Path, token: str = "", port: int = 0, options: tuple[str, ...] = ()) -> None:
-        command = [str(Path(sys.executable).with_name("rlightning")), "serve", "--config", "run.yaml", *options]
-        self._errors = tempfile.TemporaryFile("a+")  # noqa: SIM115 (closed with it)
-        self.process = subprocess.Popen(
-            [*command, "--port", str(port)],
-            cwd=project,
-            env=environment() | ({RUN_KEY_VARIABLE: token} if token else {}),
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        found = re.search(r"listens at (tcp://127\.0\.0\.1:(\d+))", line)
-        assert found, (line, self.errors())
-        self.url, self.port = found[1], int(found[2])
-
-    def errors(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read()
-
-    def interrupt(self) -> int:
-        """Ctrl-C; its exit code."""
-        self.process.send_signal(signal.SIGINT)
-        return self.process.wait(PATIENCE_SECONDS)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.interrupt()
-        self.process.communicate()
-        self._errors.close()
-
-
-@contextlib.contextmanager
-def served(project: Path, token: str = "", port: int = 0, options: tuple[str, ...] = ()) -> Iterator[Server]:
-    server = Server(project, token, port, options)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
 @pytest.fixture(scope="module")
 def server(project: Path, starts_processes: None) -> Iterator[Server]:
     with served(project) as server:
         yield server
 
 
-def make_config(project: Path, url: str, **kwargs: Any) -> EngineConfig:
-    """As a trainer of the project's run has it."""
-    usual: dict[str, Any] = {"model": str(project / "model"), "max_model_len": 80, "start_timeout": PATIENCE_SECONDS}
-    arguments = usual | kwargs
-    engine_args = {name: arguments.pop(name) for name in ("model", "max_model_len")}
-    files = ModelFiles.read(engine_args["model"])
-    return bare_config(project / "unused.log", engine_args=engine_args, url=url, files=files, **arguments)
-
-
 @pytest.fixture(autouse=True)
 def tries_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "RECONNECT_INTERVAL", 0.1)
-
-
-@contextlib.contextmanager
-def connected(config: EngineConfig) -> Iterator[ServedEngine]:
-    link = ServedEngine(config)
-    try:
-        yield link
-    finally:
-        link.close()
-
-
-def fit(project: Path, folder: Path, urls: list[str], *callbacks: Any, max_steps: int = 3, **kwargs: Any) -> Witness:
-    """A run whose engines are at ``urls``, verified with every sync."""
-    witness = Witness()
-    arguments = {"placement": "standalone", "max_staleness": 1, "max_new_tokens": 64}
-    rollout = make_rollout(engines=urls, **arguments | kwargs)
-    trainer = make_trainer(folder, max_steps, rollout, witness, *callbacks)
-    trainer.fit(make_module(str(project / "model")), make_data(folder))
-    assert trainer.global_step == max_steps
-    return witness
-
-
-class At(RLCallback):
-    """Does something once, in the update of a step."""
-
-    def __init__(self, version: int, strike: Callable[[Any], None]) -> None:
-        self.version, self.strike = version, strike
-
-    def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
-        if module.weight_version == self.version:
-            self.strike(module.generator.engine)
 
 
 # Who is there
