@@ -198,6 +198,7 @@ def test_read_only_run_folder_is_one_line(
     assert not list((project / "ro").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_second_run_is_refused_and_a_resume_goes_on(tmp_path: Path) -> None:
     make_project(tmp_path)

@@ -12,7 +12,6 @@ each sequence.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -264,12 +263,12 @@ class Verification:
             )
         self.every, self.tolerance = every, tolerance
         self.num_syncs = 0
-        self._deviations: WeakKeyDictionary[VerifiedSampler, Floats] = WeakKeyDictionary()
+        self._deviations: dict[VerifiedSampler, Floats] = {}  # at the last check of each
         self.canary: Canary | None = None
 
     def begin_run(self, module: SampledPolicy, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Create the canary for a run, and reset the count of syncs."""
-        self.num_syncs = 0
+        """Create the canary for a run, and forget the syncs and engines of the run before."""
+        self.num_syncs, self._deviations = 0, {}
         self.canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
     def needs_proof(self, module: SampledPolicy, engines: Sequence[VerifiedSampler]) -> bool:

@@ -69,7 +69,7 @@ def saved(engine_model: str, tmp_path_factory: pytest.TempPathFactory, starts_pr
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sends", [None, False])
+@pytest.mark.parametrize("sends", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_is_sampled_is_the_adapted_actors(
     sends: bool | None, saved: tuple[Any, ...], engine_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -99,6 +99,7 @@ class SilentAtFirst(DAPO):
         return torch.ones_like(rewards) if self.weight_version < 2 else rewards
 
 
+@pytest.mark.slow
 def test_asynchronous_steps_without_signal_are_skipped(engine_model: str, tmp_path: Path) -> None:
     record, witness = RecordBatches(), Witness()
     rollout = make_rollout(placement="standalone", max_staleness=1, max_new_tokens=24)
@@ -121,6 +122,7 @@ class Swaps(RLCallback):
             weight.data.mul_(1.1)
 
 
+@pytest.mark.slow
 def test_weights_changed_after_an_asynchronous_sync_are_sent(engine_model: str, tmp_path: Path) -> None:
     witness = Witness()
     rollout = make_rollout(placement="standalone", max_staleness=1)

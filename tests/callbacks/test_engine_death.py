@@ -267,6 +267,7 @@ def test_engine_restarts_without_folder_not_with_other_tokenizer(
     assert any(text.endswith(("1", "=")) for text in trained)
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_an_engine_that_reads_nothing(engine_model: str, tmp_path: Path) -> None:
     rollout = make_rollout()
     module = make_module(engine_model)

@@ -206,7 +206,9 @@ def started_run(engine_model: str, folder: Path, scratch: Path, *options: str) -
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_codes"), [(signal.SIGINT, {1, 130}), (signal.SIGKILL, {-9})], ids=["SIGINT", "SIGKILL"]
+    ("number", "exit_codes"),
+    [pytest.param(signal.SIGINT, {1, 130}, marks=pytest.mark.slow), (signal.SIGKILL, {-9})],
+    ids=["SIGINT", "SIGKILL"],
 )
 def test_signal_leaves_nothing_behind(
     number: signal.Signals, exit_codes: set[int], engine_model: str, tmp_path: Path, scratch: Path
@@ -236,6 +238,7 @@ def test_sigterm_while_engine_hangs_saves_within_grace(engine_model: str, tmp_pa
         assert (tmp_path / "run/checkpoints/last.ckpt").is_file()
 
 
+@pytest.mark.slow
 def test_engine_exits_when_trainer_dies_despite_inherited_socket(
     engine_model: str, tmp_path: Path, scratch: Path
 ) -> None:

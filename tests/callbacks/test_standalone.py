@@ -72,6 +72,7 @@ class EngineFaults(RLCallback):
                 engine.ready.result()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_zero_max_staleness_samples_only_current_weights(engine_model: str, tmp_path: Path) -> None:
     witness = Witness()
@@ -134,6 +135,7 @@ class Refill(RLCallback):
         self.steps.append((first, module.generator.last, module.weight_version - torch.cat(versions)))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_metrics_are_of_all_that_a_step_consumes(engine_model: str, tmp_path: Path) -> None:
     refill = Refill()
@@ -237,6 +239,7 @@ def test_killed_or_hung_engines_restart_during_run(
     assert not any(in_session(session) for session in set(faults.sessions))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_without_any_engine_left_the_run_ends(engine_model: str, tmp_path: Path) -> None:
     rollout = make_rollout(placement="standalone", num_engines=2, engine={"kv_cache_memory_bytes": 1 << 50})
@@ -280,6 +283,7 @@ class WaitsForAnswers(RLCallback):
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_resume_with_other_sampling_requeues_completions(
     engine_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -147,6 +147,7 @@ def example() -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLE))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_example_learns(example: dict[str, Any], engine_model: str, tmp_path: Path) -> None:
     rewards = example["main"](engine_model, num_steps=12, run_dir=str(tmp_path))

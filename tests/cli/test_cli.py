@@ -82,6 +82,7 @@ def test_start_of_a_run_is_one_block(plain_run: PlainRun) -> None:
         assert noise not in plain_run.shown
 
 
+@pytest.mark.slow
 def test_mistake_in_the_data_leaves_no_run_at_wandb(project: Path) -> None:
     logger = {"class_path": "WandbLogger", "init_args": {"save_dir": "unlogged", "offline": True}}
     options = ("--trainer.logger", json.dumps(logger), "--trainer.default_root_dir", "unlogged")
@@ -112,6 +113,7 @@ def test_a_folder_holds_one_run_unless_it_is_continued(plain_run: PlainRun) -> N
     assert logged_steps(folder / "metrics/version_1") == [last + 1, last + 2]
 
 
+@pytest.mark.slow
 def test_a_listed_checkpoint_callback_saves_into_the_runs_folder(project: Path) -> None:
     folder = ("--trainer.default_root_dir", "listed")
     fit(project, *folder, "--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps", "2")
@@ -244,6 +246,7 @@ def test_help_of_a_command_names_its_keys(project: Path) -> None:
     assert "--model.clip_high" in of_class.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_share_one_run_folder(project: Path) -> None:
     earlier = set(project.glob("runs/*"))
     short = ("--trainer.max_steps", "1", "--trainer.enable_checkpointing", "false")
@@ -273,6 +276,7 @@ def test_the_last_checkpoint_is_the_one_that_is_measured(project: Path) -> None:
     assert f"{float(measured):.3f}" == losses[1][1]
 
 
+@pytest.mark.slow
 def test_predict_writes_completions_of_the_real_engine(project: Path) -> None:
     done = rlightning(
         project,

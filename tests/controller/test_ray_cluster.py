@@ -182,6 +182,7 @@ def test_killed_controller_of_four_workers_leaves_no_process(accelerator: str, t
     assert still_running(started) == []
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_killed_raylet_ends_run_in_one_line(tmp_path: Path) -> None:
     """Whether there may be a restart or not, which is asked for later."""

@@ -144,6 +144,7 @@ def test_hooks_that_the_controller_never_fires_are_named(
     assert line.endswith('runs_in = "workers".')
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_cli_ray_strategy_works_with_one_line_errors(tmp_path: Path) -> None:
     make_project(tmp_path)

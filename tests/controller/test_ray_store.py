@@ -152,6 +152,7 @@ def test_handle_is_pickled_for_ray_calls_only(workers: list[Any]) -> None:
     assert become((0, 0), lambda: live(workers[0])) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_gone_is_named(cluster: None) -> None:
     lost, lives = start_workers(2)
     tree = [ray.get(lives.store_zeros.remote(100)), ray.get(lost.store_zeros.remote(2 * MB, "values"))]
@@ -167,6 +168,7 @@ def set_full_timeout(worker: Any, seconds: float) -> None:
     ray.get(worker.run.remote(lambda: setattr(tensor_store.tensor_store(), "full_timeout", seconds)))
 
 
+@pytest.mark.slow
 def test_full_store_names_labels_and_waits_for_release(cluster: None) -> None:
     (worker,) = start_workers(1, 3 * MB)
     kept = [ray.get(worker.store_zeros.remote(MB, label)) for label in ("rollout", "rollout", "values")]

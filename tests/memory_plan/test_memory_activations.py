@@ -172,8 +172,7 @@ def test_other_architectures_run_without_values(kind: str, settings: dict[str, A
     ("kind", "is_compiled"),
     [
         *((kind, False) for kind in ("qwen3_moe", *OTHER_KINDS)),
-        ("qwen3_moe", True),
-        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in OTHER_KINDS),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("qwen3_moe", *OTHER_KINDS)),
         *(pytest.param(kind, way, marks=pytest.mark.slow) for way in (False, True) for kind in MORE_KINDS),
     ],
 )

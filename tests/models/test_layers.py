@@ -157,6 +157,7 @@ def counting(runs: list[int], index: int) -> Callable[..., None]:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_compiled_run_is_the_eager_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "rlightning")

@@ -76,6 +76,7 @@ class Float32Products(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.slow
 def test_all_routers_that_cast_are_known() -> None:
     """Of the mixtures of experts that transformers has, are not refused, and can be built in these sizes."""
     casting: set[str] = set()

@@ -100,6 +100,7 @@ def on_two_ranks(folder: Path, port: int) -> None:
     assert all("lora_" in name for name in stored_tensors(folder / "two.ckpt"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_ranks(tmp_path: Path) -> None:
     save_model(tmp_path / "model", **SIZES)
     write_rows(tmp_path)

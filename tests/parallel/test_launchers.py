@@ -221,7 +221,7 @@ def test_foreseen_error_is_one_line_of_one_rank(project: Path) -> None:
     assert "in on_train_batch_start" in kept and "the end of its log" in kept
 
 
-@pytest.mark.parametrize("by", ["lightning", "slurm"])
+@pytest.mark.parametrize("by", ["lightning", pytest.param("slurm", marks=pytest.mark.slow)])
 def test_taken_rendezvous_port_is_one_line(project: Path, by: str) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
@@ -259,6 +259,7 @@ def test_a_mistake_of_all_ranks_is_told_once(project: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks_in_one_line(project: Path) -> None:
     code, output = failing(project, "interrupt", 0, "SIGINT", "lightning", "--model.stop_grace", "400")
     assert code == 130, output
@@ -266,6 +267,7 @@ def test_ctrl_c_ends_all_ranks_in_one_line(project: Path) -> None:
     assert all(f"rank {i} cleans up" in output for i in range(2))
 
 
+@pytest.mark.slow
 def test_sigterm_stops_all_ranks_at_same_batch(project: Path) -> None:
     code, output = failing(project, "terminate", 1, "SIGTERM", "lightning")
     assert code == 143
@@ -293,6 +295,7 @@ def test_collective_with_stopped_rank_times_out(project: Path) -> None:
     assert "rank 0 cleans up" in output
 
 
+@pytest.mark.slow
 def test_stopped_rank_0_is_named_and_run_ends(project: Path) -> None:
     """The store, the hub of failures and the launcher are in its process."""
     code, output = failing(project, "stopped-0", 0, "SIGSTOP", "lightning", others="collective")

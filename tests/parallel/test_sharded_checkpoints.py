@@ -181,6 +181,7 @@ def others_on_two_ranks(folder: Path) -> None:
         trainers["untied"].strategy.load_checkpoint(folder / "tied" / "apart.ckpt")
 
 
+@pytest.mark.slow
 def test_checkpoints_of_others_are_refused_by_all_ranks(tmp_path: Path) -> None:
     sizes: dict[str, dict[str, Any]] = {
         "untied": SIZES,

@@ -90,8 +90,8 @@ def saved_step(folder: Path) -> int:
     [
         ("on_train_batch_start", signal.SIGTERM),
         ("on_rollout_start", signal.SIGTERM),
-        ("on_rollout_start", signal.SIGINT),
-        ("on_reward_start", signal.SIGTERM),
+        pytest.param("on_rollout_start", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("on_reward_start", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_hung_step_is_left_previous_saved(
@@ -180,7 +180,7 @@ class SlowSave(Hang, Checkpoint):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("hook", ["on_validation_end", pytest.param("on_train_epoch_end", marks=pytest.mark.slow)])
 def test_checkpoint_that_is_being_saved_is_not_left(hook: str, model_folder: str, tmp_path: Path) -> None:
     save = SlowSave(hook)
     data = make_data(tmp_path, validation=write_sums(tmp_path))
@@ -285,7 +285,8 @@ def start(project: Path, run: str, *options: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("number", "last_line"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")]
+    ("number", "last_line"),
+    [pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.slow), (signal.SIGTERM, "ended by SIGTERM")],
 )
 def test_resume_command_is_shown_and_works(project: Path, number: signal.Signals, last_line: str) -> None:
     run = number.name

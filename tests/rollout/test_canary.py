@@ -75,7 +75,10 @@ class Policy:
         return False
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+SLOW_BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[torch.float32, SLOW_BFLOAT16], ids=["float32", "bfloat16"])
 def loaded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, starts_processes: None
 ) -> Iterator[Policy]:

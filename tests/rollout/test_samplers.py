@@ -60,7 +60,11 @@ def engine(folder: str, actor: Actor, tmp_path_factory: pytest.TempPathFactory) 
         yield engine
 
 
-KINDS = [*(pytest.param(kind, marks=pytest.mark.processes) for kind in ("vllm", "relayed")), "transformers"]
+KINDS = [
+    pytest.param("vllm", marks=pytest.mark.processes),
+    pytest.param("relayed", marks=[pytest.mark.processes, pytest.mark.slow]),
+    "transformers",
+]
 
 
 @pytest.fixture(scope="module", params=KINDS)

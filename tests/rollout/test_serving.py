@@ -105,7 +105,7 @@ def test_the_command_refuses_what_it_cannot_do(
 # One trainer after the other
 
 
-@pytest.mark.parametrize("has_folder", [False, True], ids=["broadcast", "folder"])
+@pytest.mark.parametrize("has_folder", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["broadcast", "folder"])
 def test_a_run_by_url(project: Path, server: Server, tmp_path: Path, has_folder: bool) -> None:
     folder = tmp_path / "weights" if has_folder else None
     witness = fit(project, tmp_path, [server.url], weight_folder=folder and str(folder))
