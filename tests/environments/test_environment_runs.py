@@ -102,7 +102,7 @@ def test_engine_trains_two_turns_as_sampled(folder: str, tmp_path: Path) -> None
     data = PromptDataModule(rows, max_prompt_tokens=CPU_BLOCK_TOKENS + 2)
     make_trainer(tmp_path, 3, rollout, witness, origins).fit(make_module(folder), data)
     assert len(origins.gaps) >= 3 and max(origins.gaps) < 1e-4  # of each token, under the weights that sampled it
-    num_turns = set()
+    num_turns, hits = set(), []
     for version, (batch, metrics) in enumerate(zip(witness.batches, witness.steps, strict=True)):
         assert set(batch.weight_versions[batch.is_sampled].tolist()) <= {version - 1, version}
         for one in batch.trajectories:
@@ -111,8 +111,9 @@ def test_engine_trains_two_turns_as_sampled(folder: str, tmp_path: Path) -> None
         samples = [sample for one in batch.trajectories for sample in one.samples]
         assert batch.num_sequences == batch.num_trajectories == 8
         assert int(batch.is_sampled.sum()) == sum(len(sample.token_ids) for sample in samples)
-        assert 0.1 < metrics["environment/prefix_cache_hits"] < 1
+        hits.append(metrics["environment/prefix_cache_hits"])
     assert 2 in num_turns
+    assert 0.1 < max(hits) < 1  # none where all later turns come after new weights
     assert witness.steps[0]["policy/rollout_gap_max"] < 1e-4
     assert witness.steps[0]["environment/verify_gap"] < 1e-4  # later ones hold tokens of former weights
     assert rollout.last["async/running"] + rollout.last["async/finished"] == 4

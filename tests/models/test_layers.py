@@ -125,7 +125,8 @@ def test_layers_compile_once_with_and_once_without_segments(tmp_path: Path, monk
             torch.autograd.grad(logprobs.sum(), list(decoder_layers(policy).parameters()))
             for policy, logprobs in ((once, got), (alone, expected))
         ]
-        torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+        for one, other in zip(*gradients, strict=True):  # as a whole: some numbers are small sums of large ones
+            assert (one - other).norm() <= 1e-5 * other.norm()
     assert count_graphs() == 1 and not counters["graph_break"]
     for length, is_shared in enumerate([False, True, False, True, True, False], start=5):  # updates may alternate
         batch = RolloutBatch.of_sequences([[*range(3, length), *[30 + n] * length] for n in range(3)])
