@@ -55,7 +55,7 @@ layers round. In float32 it stands for the errors of all layers, with a margin f
 TF32_ROUNDING = 2.0**-6
 """The relative error of TF32 products, by which vLLM's attention computes in float32 on a GPU."""
 CPU_FACTOR = 2.0
-"""Of rounding in half precision on a CPU, where vLLM's kernels may cut numbers off, such as those without AVX-512."""
+"""Multiplies the rounding in half precision on a CPU: vLLM's kernels without AVX-512 are further off the actor."""
 
 
 class Evaluation(NamedTuple):
@@ -328,7 +328,7 @@ def estimate_beyond_deviations(
 ) -> MissingUpdate:
     """Return the less certain of two estimates: with and without the engine's deviations at its last check.
 
-    An engine's kernels may round all tokens in one direction, such as towards zero, and a small update may go in that
+    An engine's kernels may change all tokens' log-probabilities in one direction, and a small update may go in that
     direction, too. Such deviations stay from check to check, while an engine that keeps its weights does not follow an
     update.
 

@@ -127,15 +127,16 @@ def _call(work: Callable[..., Any], folder: Path, args: Sequence[Any], variables
 
 
 def finish(calls: Sequence[Call], timeout: float = 500) -> list[Any]:
-    """Return each call's result; if a process fails, raise an error with the output of all that have ended, and end
-    the others.
+    """Return each call's result; if a process fails, raise an error with its output and that of others that have
+    failed by then, and end the rest.
     """
     ranks = [call.process for call in calls if call.is_rank]
-    errors = []
     try:
         for call in calls:
-            errors.append(_wait(call.process, timeout, ranks)[1])
-        assert not any(call.process.returncode for call in calls), "\n".join(errors)
+            _, error = _wait(call.process, timeout, ranks)
+            if call.process.returncode:
+                others = [other.process for other in calls if other is not call and other.process.poll()]
+                raise AssertionError("\n".join([error, *(other.communicate()[1] for other in others)]))
     finally:
         for call in calls:
             if call.process.poll() is None:

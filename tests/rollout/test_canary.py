@@ -137,7 +137,7 @@ def test_scale_of_logits_changes_nothing(policy: Policy, scale: float) -> None:
 
 
 def test_lasting_deviation_in_an_updates_direction_passes(policy: Policy) -> None:
-    """As kernels that round towards zero make it; old weights are told beside it."""
+    """As other kernels than the actor's may have; old weights are told beside it."""
     if policy.engine.config.dtype != torch.float32:
         pytest.skip("beside bfloat16's rounding neither shows in a model of this size")
     versions = [policy.weights]
