@@ -293,8 +293,8 @@ async def agent(client, prompt):
 
 @pytest.mark.processes
 def test_engine_of_the_configuration_samples_for_an_agent(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (project / "own_agent.py").write_text(AGENT)
-    section = "environment: {class_path: AgentProgram, init_args: {agent: own_agent.agent}}"
+    (project / "streaming_agent.py").write_text(AGENT)  # a name that no other test in the process imports
+    section = "environment: {class_path: AgentProgram, init_args: {agent: streaming_agent.agent}}"
     (project / "run.yaml").write_text(CONFIG.replace("environment: own_deeds.Deeds", section))
     options = ("--rollout", "VLLMRollout", "--rollout.engine.kv_cache_memory_bytes", str(1 << 28))
     code, text, errors = rollout(capsys, "--num", "1", "--json", *options, "--rollout.max_new_tokens", "4")

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,17 +86,32 @@ def test_a_dead_engine_ends_an_agents_run() -> None:
         run_agent(AgentProgram(my_agents.swallows), error=EngineError("The engine is gone."))
 
 
-async def ask_at_once(base_url: str, api_key: str, messages: Any) -> float:
-    """Ask more often than there are connections, and take every error for a wrong answer."""
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        asked = [client.chat.completions.create(model="any", messages=messages) for _ in range(5)]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-    return 0.0 if any(isinstance(one, Exception) for one in answers) else 1.0
+def test_full_endpoint_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_refused = threading.Event()
 
+    async def ask_at_once(base_url: str, api_key: str, messages: Any) -> float:
+        """Ask more often than there are connections, and take every error for a wrong answer."""
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            asked = [
+                asyncio.ensure_future(client.chat.completions.create(model="any", messages=messages)) for _ in range(5)
+            ]
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            is_refused.set()
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        return 0.0 if any(isinstance(one, Exception) for one in answers) else 1.0
 
-def test_full_endpoint_is_no_reward() -> None:
+    sampler = say(*["1"] * 5)
+    sample = sampler.sample
+
+    async def sample_later(*args: Any, **settings: Any) -> Any:
+        """Answer once a request was refused, so that the others are all open by then."""
+        while not is_refused.is_set():
+            await asyncio.sleep(0.01)
+        return await sample(*args, **settings)
+
+    monkeypatch.setattr(sampler, "sample", sample_later)
     environment = AgentProgram(ask_at_once, max_trajectories=1, endpoint={"max_connections": 3})
-    (one,) = run_agent(environment, *["1"] * 5)
+    (one,) = attempt(environment, sampler, PROMPT, 1)
     assert (one.status, one.reward) == ("failed", None)
     assert "EndpointFullError: The endpoint has environment.endpoint.max_connections=3 requests" in str(one.error)
 
