@@ -2,6 +2,7 @@
 
     python benchmarks/canary.py --model 0.6b 1.7b 4b 8b --syncs 1000
     python benchmarks/canary.py --model 0.6b --precision 32-true
+    python benchmarks/canary.py --adapter '{"rank": 32}' --lr 1e-4
 
 One `rlightning fit` a model, on one device, with a vLLM engine that does not sleep, and the product's own weight syncs,
 all of them verified. Before its first step, and instead of it: after an update the engine is sent other weights than
@@ -14,12 +15,15 @@ as a multiple of its noise, and the largest number of standard errors on the way
 above 6 of them with a share above 0.1, the canary raises). The milliseconds are medians. The second has a row a
 strike: what part of the parameters is wrong, and by how much (root mean square of the difference over that of the
 right ones), and whether the canary told. Where it did not, that is the size of what cannot be told from rounding.
+With --adapter all of this is an adapter's, which is sent alone; strikes at its proof, in which B has a large effect,
+are named so, and B of the others is as large as 100 updates in one direction make it.
 
 A run that fails, or for which --limit leaves no time, does not hold up the others; strikes come before syncs, of which
 there are fewer where time is short. What an earlier call with the same --out has measured stays in the tables.
 """
 
 import argparse
+import json
 import os
 import time
 from typing import Any
@@ -53,7 +57,7 @@ def make_job(arguments: argparse.Namespace, name: str, timeout: float) -> Job:
         prompts_per_step=2,
         samples_per_prompt=2,
         # No step needs them; but the run is refused where its planned update would have no room.
-        model={"optimizer_states": "8bit", "gradient_checkpointing": True},
+        model={"optimizer_states": "8bit", "gradient_checkpointing": True, "adapter": arguments.adapter},
         rollout={
             "dtype": "bfloat16" if arguments.precision.startswith("bf16") else "float32",
             "max_new_tokens": 8,
@@ -62,7 +66,14 @@ def make_job(arguments: argparse.Namespace, name: str, timeout: float) -> Job:
             "verify_every": 1,
             "engine": {"enforce_eager": True, "max_num_seqs": 16},
         },
-        callbacks=[callback("strikes.StrikeWeights", syncs=arguments.syncs, lr=arguments.lr, until=until)],
+        callbacks=[
+            callback(
+                "strikes.StrikeAdapter" if arguments.adapter else "strikes.StrikeWeights",
+                syncs=arguments.syncs,
+                lr=arguments.lr,
+                until=until,
+            )
+        ],
     )
     steps = {"min_epochs": 0, "min_steps": arguments.steps, "max_steps": max(arguments.steps, 1)}
     config["trainer"] |= {"precision": arguments.precision} | steps
@@ -110,8 +121,9 @@ def list_strikes(run: Run, model: str, precision: str) -> Rows:
             "off by, %": 100 * float(row["change"]),
             "told": row["alarm"] or "no",
             "distance / noise": float(row["distance"]) / float(row["noise"]),
-            "share": float(row["share"]) if row["alarm"] != "other weights" else None,  # of a way that is another
-            "errors": float(row["errors"]) if row["alarm"] != "other weights" else None,
+            # Of other weights they are of another way, and of the first sync there are none.
+            "share": float(row["share"]) if row["share"] and row["alarm"] != "other weights" else None,
+            "errors": float(row["errors"]) if row["errors"] and row["alarm"] != "other weights" else None,
         }
         for row in run.read_trace("strikes")
     ]
@@ -123,6 +135,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__ or "", "canary", steps=0, **usual)
     parser.add_argument("--syncs", type=int, default=200, help="of right weights (200)")
     parser.add_argument("--lr", type=float, default=1e-5, help="of the updates (1e-5)")
+    parser.add_argument("--adapter", type=json.loads, metavar="JSON", help="of an adapter, such as '{\"rank\": 32}'")
     parser.add_argument("--precision", help="bf16-mixed or 32-true (by the device)")
     arguments = parser.parse_args()
     arguments.precision = arguments.precision or ("bf16-mixed" if arguments.device == "cuda" else "32-true")

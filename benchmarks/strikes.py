@@ -1,4 +1,4 @@
-"""A callback that sends an engine wrong weights in many ways, and right ones far more often, and asks the canary."""
+"""Callbacks that send an engine wrong weights in many ways, and right ones far more often, and ask the canary."""
 
 import math
 import time
@@ -21,6 +21,8 @@ SCALES = (1.0, 0.1, 0.01, 0.0)
 """Sizes of the updates before right weights are sent, in turn; by the learning rate."""
 REPEATS = 5
 """Of what is timed by itself."""
+GROWTH = 100.0
+"""Learning rates by which each number of an adapter changes before its later strikes."""
 DUMMY = 1e-3
 """The largest of the numbers that an engine begins with, in vLLM's format "dummy"."""
 
@@ -145,6 +147,37 @@ def list_strikes(actor: Actor, num_layers: int) -> dict[str, Sent]:
     return strikes
 
 
+def list_adapter_strikes(actor: Actor, num_layers: int) -> dict[str, Sent]:
+    """All ways in which an adapter is wrong that an engine may have got, by what the table calls them. An adapter is
+    left out, or has another scale, where its B has.
+    """
+    factors = [name for name in actor.weights if "lora_B" in name]
+    middle = f".layers.{num_layers // 2}."
+    rank = next(len(weight) for name, weight in actor.weights.items() if "lora_A" in name)
+
+    def scaled(names: Sequence[str], factor: float) -> Sent:
+        return {name: partial(torch.mul, actor.weights[name], factor) for name in names}
+
+    def of_kind(kind: str, names: Sequence[str]) -> list[str]:
+        return [name for name in names if f".{kind}." in name]
+
+    strikes = {
+        "adapter left out": scaled(factors, 0.0),
+        "applied twice": scaled(factors, 2.0),
+        "scale for half of alpha": scaled(factors, 0.5),
+        "rsLoRA's scale": scaled(factors, math.sqrt(rank)),
+        "scale off by 10%": scaled(factors, 1.1),
+        "neighbouring layers exchanged": exchanged(actor, num_layers // 2 - 1, num_layers // 2),
+        "middle layer left out": scaled([name for name in factors if middle in name], 0.0),
+    }
+    for kind in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        strikes[f"{kind} left out in all layers"] = scaled(of_kind(kind, factors), 0.0)
+        strikes[f"{kind} left out in the middle layer"] = scaled(
+            of_kind(kind, [name for name in factors if middle in name]), 0.0
+        )
+    return strikes
+
+
 class StrikeWeights(RLCallback):
     """Before the first step: each strike, then right weights until there were so many syncs, all of them verified.
 
@@ -155,7 +188,12 @@ class StrikeWeights(RLCallback):
         syncs: of right weights, those after strikes among them.
         lr: of the updates.
         until: when to stop, in seconds since 1970.
+
+    Attributes:
+        source: the module's method that yields what is sent.
     """
+
+    source = "named_weights"
 
     def __init__(self, syncs: int, lr: float, until: float) -> None:
         super().__init__()
@@ -169,21 +207,27 @@ class StrikeWeights(RLCallback):
     @torch.no_grad()
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Do all of it."""
-        actor = Actor({name: weight.detach() for name, weight in module.named_weights()})
+        actor = Actor({name: weight.detach() for name, weight in getattr(module, self.source)()})
         actor.spread()
         self._send_right(trainer, module, 1.0)
-        for strike, sent in list_strikes(actor, module.model_config.get_text_config().num_hidden_layers).items():
-            if time.time() > self.until:
-                break
-            self._update(module, actor, self.lr)
-            self._strike(trainer, module, actor, strike, sent)
-            self._send_right(trainer, module, 1.0)
+        self._strike_all(trainer, module, actor, module.model_config.get_text_config().num_hidden_layers)
         self._measure(trainer, module)
         while self.syncs.step < self.num_syncs and time.time() < self.until:
             scale = SCALES[self.syncs.step % len(SCALES)]
             self._update(module, actor, scale * self.lr)
             self._send_right(trainer, module, scale)
         trainer.should_stop = True
+
+    def _strike_all(self, trainer: Any, module: Any, actor: Actor, num_layers: int) -> None:
+        for strike, sent in list_strikes(actor, num_layers).items():
+            self._strike_once(trainer, module, actor, strike, sent)
+
+    def _strike_once(self, trainer: Any, module: Any, actor: Actor, strike: str, sent: Sent) -> None:
+        if time.time() > self.until:
+            return
+        self._update(module, actor, self.lr)
+        self._strike(trainer, module, actor, strike, sent)
+        self._send_right(trainer, module, 1.0)
 
     def _update(self, module: Any, actor: Actor, lr: float) -> None:
         actor.update(lr)
@@ -195,13 +239,13 @@ class StrikeWeights(RLCallback):
 
     def _strike(self, trainer: Any, module: Any, actor: Actor, strike: str, sent: Sent) -> None:
         """Send wrong weights; the actor is evaluated with the right ones, which the engine is sent by name."""
-        right = module.named_weights
+        right = getattr(module, self.source)
         self._squares.zero_()
-        module.named_weights = lambda: self._replace(right(), sent)
+        setattr(module, self.source, lambda: self._replace(right(), sent))
         try:
             findings = self._sync(module)
         finally:
-            del module.named_weights  # the instance's, before the class's own
+            delattr(module, self.source)  # the instance's, before the class's own
         number = sum(actor.weights[name].numel() for name in sent)
         share = number / sum(weight.numel() for weight in actor.weights.values())
         wrong, whole = self._squares.tolist()
@@ -228,7 +272,7 @@ class StrikeWeights(RLCallback):
         except EngineError as error:
             if "Actor and engine disagree" not in str(error):
                 raise
-            alarm = "former weights" if "of the way back" in str(error) else "other weights"
+            alarm = classify(str(error))
         seconds = time.perf_counter() - begun
         found = rollout.verification.canary.findings
         missing = max(found.missing_updates.values(), key=lambda one: one.errors, default=None)
@@ -247,3 +291,31 @@ class StrikeWeights(RLCallback):
                 begun = time.perf_counter()
                 call()
                 self.parts.write(trainer, part, time.perf_counter() - begun)
+
+
+class StrikeAdapter(StrikeWeights):
+    """The same with an adapter: each strike at the proof, of an engine that has not been shown to apply an adapter, and
+    at later syncs.
+
+    Before the later ones the adapter grows by :data:`GROWTH` updates in one, as by so many steps in one direction.
+    """
+
+    source = "adapter_weights"
+
+    def _strike_all(self, trainer: Any, module: Any, actor: Actor, num_layers: int) -> None:
+        strikes = list_adapter_strikes(actor, num_layers)
+        for strike, sent in strikes.items():
+            module.generator.engine.is_proven = False
+            self._strike_once(trainer, module, actor, f"proof: {strike}", sent)
+        self._update(module, actor, GROWTH * self.lr)
+        self._send_right(trainer, module, 1.0)
+        strikes = {"stale by one update": {name: partial(actor.former, name) for name in actor.weights}} | strikes
+        for strike, sent in strikes.items():
+            self._strike_once(trainer, module, actor, strike, sent)
+
+
+def classify(error: str) -> str:
+    """What the canary took wrong weights for, by its message."""
+    if "without its adapter" in error:
+        return "adapter"
+    return "former weights" if "of the way back" in error else "other weights"

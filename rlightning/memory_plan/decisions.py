@@ -183,3 +183,21 @@ def decide_checkpointing(trainer: Trainer, module: HasConfig) -> tuple[int, str]
         f"{bare / GIB:.1f} of {plan.device_memory / GIB:.1f} GiB"
     )
     return count, f"{reason}, with these {total / GIB:.1f}" if count else reason
+
+
+def decide_kept_logits(trainer: Trainer, module: object) -> bool:
+    """Return whether updates keep their logits until the backward pass, by the memory plan of the CUDA device, and log
+    it; False without a plan. Ranks may differ, as results do not.
+    """
+    try:
+        plan = plan_run(trainer, module)
+    except ConfigError:
+        return False
+    if plan.keeps_logits and trainer.is_global_zero:
+        log.info(
+            "Logits are kept until the backward pass, not computed twice: an update is planned to take %.1f of %.1f "
+            "GiB with them",
+            plan.update().total / GIB,
+            plan.device_memory / GIB,
+        )
+    return plan.keeps_logits

@@ -49,7 +49,7 @@ class PhaseBytes:
     gradients: int = 0
     gathered_parameters: int = 0
     activations: int = 0
-    logits_chunk: int = 0
+    logits: int = 0
     layer_backward: int = 0
     attention_workspace: int = 0
     weight_bucket: int = 0
@@ -68,7 +68,7 @@ class PhaseBytes:
     @property
     def transient(self) -> int:
         """Bytes that are allocated and freed within the phase."""
-        return self.activations + self.logits_chunk + self.layer_backward + self.attention_workspace
+        return self.activations + self.logits + self.layer_backward + self.attention_workspace
 
     @property
     def engine(self) -> int:
@@ -107,8 +107,9 @@ class MemoryPlan:
         work = freed.work
         if parallelism.can_keep:
             kept = self.with_work(parallelism=parallelism.decided(keeps=True))
-            is_ample = kept.update().total <= (1 - KEPT_FREE_SHARE) * self.device_memory
-            if is_ample and kept.count_checkpointed_layers() == freed.count_checkpointed_layers():
+            count = kept.count_checkpointed_layers()
+            is_ample = kept.update_of(kept.tokens, count).total <= (1 - KEPT_FREE_SHARE) * self.device_memory
+            if is_ample and count == freed.count_checkpointed_layers():
                 work = kept.work
         object.__setattr__(self, "work", work)
 
@@ -158,16 +159,16 @@ class MemoryPlan:
 
     def update(self) -> PhaseBytes:
         """Return the bytes at the peak of an update with full micro-batches."""
-        return self.update_of(self.tokens, self.count_checkpointed_layers())
+        return self.update_of(self.tokens, self.count_checkpointed_layers(), keeps_logits=self.keeps_logits)
 
-    def update_of(self, tokens: int, checkpointed_layers: int) -> PhaseBytes:
+    def update_of(self, tokens: int, checkpointed_layers: int, *, keeps_logits: bool = False) -> PhaseBytes:
         """Return the bytes at the peak of an update with micro-batches of ``tokens``: after a forward or in a layer's
-        backward, whichever is larger.
+        backward, whichever is larger. Logits that are kept for the backward are freed before its first layer.
         """
         trainer = self.trainer
         activations = trainer.activations(tokens, checkpointed_layers)
-        logits, workspace = trainer.logits_chunk(tokens, has_gradient=True), trainer.attention_workspace(tokens)
-        layer = trainer.layer_backward(activations)
+        logits = trainer.logits(tokens, has_gradient=True, is_kept=keeps_logits)
+        layer, workspace = trainer.layer_backward(activations), trainer.attention_workspace(tokens)
         is_in_layer, most = layer + workspace > logits, max(logits, layer + workspace)
         kept = max(int(activations.kept), int(activations.forward) - most)
         kept += trainer.others_activations(tokens, checkpointed_layers)
@@ -180,7 +181,7 @@ class MemoryPlan:
                 gradients=trainer.gradients(),
                 gathered_parameters=trainer.gathered_parameters(),
                 activations=kept,
-                logits_chunk=0 if is_in_layer else logits,
+                logits=0 if is_in_layer else logits,
                 layer_backward=layer if is_in_layer else 0,
                 attention_workspace=workspace if is_in_layer else 0,
             )
@@ -189,8 +190,9 @@ class MemoryPlan:
     def update_bytes_of(self, role: str) -> int:
         """Return the bytes that a model other than the actor adds to the peak of an update."""
         others = tuple(one for one in self.work.others if one.name != role)
-        without = self.with_work(others=others).update_of(self.tokens, self.count_checkpointed_layers())
-        return self.update().total - without.total
+        plans, count = (self, self.with_work(others=others)), self.count_checkpointed_layers()
+        beside, without = (plan.update_of(self.tokens, count).total for plan in plans)
+        return beside - without
 
     def score(self) -> PhaseBytes:
         """Return the bytes at the peak of the forward passes for reference and old log-probabilities."""
@@ -199,7 +201,7 @@ class MemoryPlan:
                 self._models,
                 gathered_parameters=self.trainer.gathered_parameters(),
                 activations=int(self.trainer.activations(self.tokens).scoring),
-                logits_chunk=self.trainer.logits_chunk(self.tokens, has_gradient=False),
+                logits=self.trainer.logits(self.tokens, has_gradient=False),
             )
         )
 
@@ -251,6 +253,16 @@ class MemoryPlan:
         limit = (1 - FREE_SHARE) * self.device_memory
         fitting = (count for count in range(num_layers) if self.update_of(self.tokens, count).total <= limit)
         return next(fitting, num_layers)
+
+    @cached_property
+    def keeps_logits(self) -> bool:
+        """Whether an update keeps its logits for the backward pass: if that leaves ``FREE_SHARE`` of memory free, no
+        layer is checkpointed, and no other model is trained, whose backward pass may come first.
+        """
+        is_alone = all(role.optimizer_states is None for role in self.work.others)
+        if not is_alone or self.count_checkpointed_layers():
+            return False
+        return self.update_of(self.tokens, 0, keeps_logits=True).total <= (1 - FREE_SHARE) * self.device_memory
 
     def away(self) -> frozenset[str]:
         """Return the names of the parts that are offloaded to the host while the engine is awake.

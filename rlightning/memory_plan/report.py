@@ -85,7 +85,8 @@ def describe_checkpointing(plan: MemoryPlan) -> str:
     setting = plan.work.gradient_checkpointing
     if setting != "auto":
         return str(setting).lower()
-    return f"auto ({plan.count_checkpointed_layers()} of {plan.trainer.num_layers} layers)"
+    kept = ", logits kept" if plan.keeps_logits else ""
+    return f"auto ({plan.count_checkpointed_layers()} of {plan.trainer.num_layers} layers{kept})"
 
 
 def describe_phases(plan: MemoryPlan) -> str:

@@ -189,19 +189,21 @@ class TrainerMemory:
         window = max(GATHER_BYTES, rollout.itemsize * self.weights.largest)
         return window if holders == 1 else int((1 + 1 / holders) * window)
 
-    def logits_chunk(self, tokens: int, *, has_gradient: bool) -> int:
+    def logits(self, tokens: int, *, has_gradient: bool, is_kept: bool = False) -> int:
         """Return the bytes needed to compute log-probabilities of ``tokens`` tokens in chunks of logits [C, V].
 
-        These are one chunk in the forward's dtype, which its gradient overwrites, and the selected hidden states [T, E]
-        with their gradient, the output layer's gradient [V, E] in float32, and under autocast its weights in bfloat16.
-        The gradient may be cast at the end, when the logits are freed. With truncated sampling, the logits of each
-        token's support (the tokens that top-p and top-k leave) are added.
+        These are one chunk, or all if they are kept for the backward pass, in the forward's dtype, which their gradient
+        overwrites, and the selected hidden states [T, E] with their gradient, the output layer's gradient [V, E] in
+        float32, and under autocast its weights in bfloat16. The gradient may be cast at the end, when the logits are
+        freed. With truncated sampling, the logits of each token's support (the tokens that top-p and top-k leave) are
+        added.
         """
         work, head, text_config = self.work, self.weights.head, self.work.config.get_text_config()
         row: int = work.compute_itemsize * -(-text_config.vocab_size // work.parallelism.tensor_parallel_size)
         states: int = work.compute_itemsize * tokens * text_config.hidden_size
         is_cast = work.is_autocast and self.adapter is None  # a frozen model is stored in the dtype of its computation
-        chunk = row * min(tokens, chunk_tokens(row)) + (work.compute_itemsize * head if is_cast else 0)
+        rows = tokens if is_kept else min(tokens, chunk_tokens(row))
+        chunk = row * rows + (work.compute_itemsize * head if is_cast else 0)
         if not has_gradient:
             return chunk + states
         supports = SUPPORT_BYTES * tokens * (0 if work.rollout is None else work.rollout.max_support)

@@ -21,7 +21,7 @@ class ShardedPolicy(Protocol):
     """A model sharded by FSDP that has its own method for log-probabilities, which :func:`packed_logprobs` calls."""
 
     def compute_packed_logprobs(
-        self, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
+        self, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool, keeps_logits: bool
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probability and entropy of each sampled token, [T] each. FSDP gathers weights for this call as
         for ``forward()``, so that every rank must make it.
@@ -29,7 +29,12 @@ class ShardedPolicy(Protocol):
 
 
 def packed_logprobs(
-    model: PreTrainedModel, batch: RolloutBatch, *, temperature: float = 1.0, needs_entropy_grad: bool = False
+    model: PreTrainedModel,
+    batch: RolloutBatch,
+    *,
+    temperature: float = 1.0,
+    needs_entropy_grad: bool = False,
+    keeps_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability and entropy of each sampled token under the model.
 
@@ -38,20 +43,25 @@ def packed_logprobs(
         batch: a batch on the model's device.
         temperature: divides the logits, as in the sampler; replaced by a prompt's own temperature.
         needs_entropy_grad: whether the entropies are differentiated.
+        keeps_logits: keep the logits until the backward pass, rather than compute them twice.
 
     Returns:
         [T] log-probabilities and [T] entropies in nats, float32; 0 where not sampled. Both are those of the
         distributions truncated to ``batch.supports``, if that is set.
     """
     if isinstance(model, ShardedPolicy):
-        values = model.compute_packed_logprobs(batch, temperature, needs_entropy_grad)
+        values = model.compute_packed_logprobs(batch, temperature, needs_entropy_grad, keeps_logits)
         release_without_gradient(model)
         return values
-    return compute_packed_logprobs(model, batch, temperature, needs_entropy_grad)
+    return compute_packed_logprobs(model, batch, temperature, needs_entropy_grad, keeps_logits)
 
 
 def compute_packed_logprobs(
-    model: PreTrainedModel, batch: RolloutBatch, temperature: float, needs_entropy_grad: bool
+    model: PreTrainedModel,
+    batch: RolloutBatch,
+    temperature: float = 1.0,
+    needs_entropy_grad: bool = False,
+    keeps_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability and entropy of each sampled token, [T] each, under a model whose weights are not
     sharded, or that FSDP has gathered; see :func:`packed_logprobs`.
@@ -73,6 +83,7 @@ def compute_packed_logprobs(
         temperature=batch.to_tokens(temperatures)[asked] if isinstance(temperatures, Tensor) else temperatures,
         softcap=read_setting(model.config, "final_logit_softcapping"),
         needs_entropy_grad=needs_entropy_grad,
+        keeps_logits=keeps_logits,
         supports=batch.supports,
     )
     zeros = picked.new_zeros(batch.num_tokens)

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies from an output layer, without storing the whole [M, V] logits.
+"""Log-probabilities and entropies from an output layer, in chunks of tokens, so that [M, V] logits need not be stored.
 
     forward    a chunk's hidden states -> logits [C, V] -> normalizer, target's logit and entropy of each token
-    backward   the logits, recomputed -> their gradient, in place -> gradients [C, E], and a summand of [V, E]
+    backward   the logits, kept or recomputed -> their gradient, in place -> gradients [C, E], and a summand of [V, E]
 
 ``top_p``, ``top_k`` and ``min_p`` truncate a token's distribution to a support, which is fixed when the token is
 sampled (DeepSeek-V3.2's "keep sampling mask", arXiv:2512.02556). With the support S and the scaled logits x of any
@@ -20,6 +20,7 @@ tokens of the largest support.
 
 import functools
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -48,15 +49,16 @@ FLOOR = -1e30
 class _Settings:
     """The arguments of :func:`chunked_logprobs`, and the ranks that split the vocabulary, ``group``; None without any.
 
-    ``kept`` [M, K] are the token ids of the supports, relative to this rank's part of the vocabulary; others are
-    outside of it. ``temperature`` is [M, 1].
+    ``supports`` [M, K] are their token ids relative to this rank's part of the vocabulary; others are outside of it.
+    ``temperature`` is [M, 1].
     """
 
     temperature: Tensor
     softcap: float | None
     needs_entropy_grad: bool
+    keeps_logits: bool
     group: dist.ProcessGroup | None
-    kept: Tensor
+    supports: Tensor
 
 
 def chunked_logprobs(
@@ -67,13 +69,14 @@ def chunked_logprobs(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     needs_entropy_grad: bool = False,
+    keeps_logits: bool = False,
     supports: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of ``targets`` under the softmax of ``hidden @ weight.T``, and that softmax's
     entropies, computed in chunks of tokens.
 
-    The backward pass recomputes each chunk's logits, so that only one chunk's are in memory. Products are in the dtype
-    of ``hidden``, or autocast's; sums, including the weight's gradient over the chunks, in float32.
+    Products are in the dtype of ``hidden``, or autocast's; sums, including the weight's gradient over the chunks, in
+    float32.
 
     Args:
         hidden: [M, E], the same on all ranks that share the vocabulary.
@@ -83,6 +86,8 @@ def chunked_logprobs(
         temperature: divides the logits; one value for all tokens, or [M]; above 0.
         softcap: bound on logits, applied first by tanh (Gemma 2, arXiv:2408.00118, section 2).
         needs_entropy_grad: whether the entropies are differentiated.
+        keeps_logits: keep all logits [M, V] until the backward pass, which otherwise recomputes each chunk's, so that
+            only one chunk's are in memory. Results are bit-equal.
         supports: [M, K], token ids to which each distribution is truncated, padded with -1; a row of only -1 is not
             truncated. None if no distribution is truncated.
 
@@ -96,13 +101,16 @@ def chunked_logprobs(
     else:
         temperature = hidden.new_full((len(hidden), 1), temperature, dtype=_wide(hidden.dtype))
     group, own_targets = None, targets
-    kept = torch.empty(len(targets), 0, dtype=torch.int32, device=targets.device) if supports is None else supports
+    own_supports = supports
+    if own_supports is None:
+        own_supports = torch.empty(len(targets), 0, dtype=torch.int32, device=targets.device)
     if isinstance(weight, DTensor):
         group = weight.device_mesh.get_group()
         first = local_box(weight).offset[0]
-        own_targets, kept = targets - first, (kept - first).where(kept >= 0, -1)
+        own_targets, own_supports = targets - first, (own_supports - first).where(own_supports >= 0, -1)
         weight = weight.to_local()
-    settings = _Settings(temperature, softcap, needs_entropy_grad, group, kept)
+    keeps_logits = keeps_logits and torch.is_grad_enabled()
+    settings = _Settings(temperature, softcap, needs_entropy_grad, keeps_logits, group, own_supports)
     logprobs, entropy, logits = _ChunkedLogprobs.apply(hidden, weight, own_targets, settings)  # type: ignore[no-untyped-call]
     if supports is None:
         return logprobs, entropy
@@ -123,27 +131,30 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = hidden.new_empty(3, len(hidden), dtype=_wide(hidden.dtype))
-        kept_logits = found.new_empty(settings.kept.shape)
-        for own, logits in _chunks(hidden, weight.to(hidden.dtype)):
+        support_logits = found.new_empty(settings.supports.shape)
+        ctx.chunks = deque[tuple[slice, Tensor]]()
+        for own, logits in _chunks(hidden, weight.to(hidden.dtype), is_kept=settings.keeps_logits):
             summary = _kernels(logits).summarize_logits(
                 logits, targets[own], settings.temperature[own], settings.softcap
             )
             found[:, own] = torch.stack(summary)
-            places, is_here = _find_places(settings.kept[own], logits)
-            kept_logits[own] = logits.gather(1, places).where(is_here, 0.0)
+            places, is_here = _find_places(settings.supports[own], logits)
+            support_logits[own] = logits.gather(1, places).where(is_here, 0.0)
+            if settings.keeps_logits:
+                ctx.chunks.append((own, logits))
         normalizer, picked, entropy = merge_parts(_gather(found, settings.group))
-        if settings.group is not None and kept_logits.numel():
-            dist.all_reduce(kept_logits, group=settings.group)
+        if settings.group is not None and support_logits.numel():
+            dist.all_reduce(support_logits, group=settings.group)
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.settings = settings
         if not settings.needs_entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        return picked - normalizer, entropy, kept_logits
+        return picked - normalizer, entropy, support_logits
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_kept: Tensor
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor, grad_supports: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         settings: _Settings = ctx.settings
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
@@ -151,8 +162,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if needs_weight else None
         rounded = weight.to(hidden.dtype)
-        for own, logits in _chunks(hidden, rounded):
-            places, is_here = _find_places(settings.kept[own], logits)
+        # What is kept is overwritten and freed here: a second backward pass recomputes it.
+        for own, logits in _take_all(ctx.chunks) if ctx.chunks else _chunks(hidden, rounded):
+            places, is_here = _find_places(settings.supports[own], logits)
             _kernels(logits).differentiate_logits(
                 logits,
                 targets[own],
@@ -163,7 +175,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 settings.temperature[own],
                 settings.softcap,
             )
-            logits.scatter_add_(1, places, grad_kept[own].where(is_here, 0.0).to(logits.dtype))
+            logits.scatter_add_(1, places, grad_supports[own].where(is_here, 0.0).to(logits.dtype))
             if grad_hidden is not None:
                 torch.mm(logits, rounded, out=grad_hidden[own])
             if grad_weight is not None:
@@ -189,14 +201,21 @@ def chunk_tokens(row_bytes: int) -> int:
     return 1 << max(CHUNK_BYTES // row_bytes, 1).bit_length() - 1
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of tokens and their logits [C, V]; all chunks use the same memory."""
+def _chunks(hidden: Tensor, weight: Tensor, *, is_kept: bool = False) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of tokens and their logits [C, V]; unless they are to be kept, all chunks use the same memory."""
     num_tokens = len(hidden)
     size = min(chunk_tokens(len(weight) * hidden.dtype.itemsize), num_tokens)
-    memory = hidden.new_empty(size, len(weight))
+    memory = hidden.new_empty(0 if is_kept else size, len(weight))
     for start in range(0, num_tokens, max(size, 1)):
         end = min(start + size, num_tokens)
-        yield slice(start, end), torch.mm(hidden[start:end], weight.T, out=memory[: end - start])
+        own = hidden.new_empty(end - start, len(weight)) if is_kept else memory[: end - start]
+        yield slice(start, end), torch.mm(hidden[start:end], weight.T, out=own)
+
+
+def _take_all(chunks: deque[tuple[slice, Tensor]]) -> Iterator[tuple[slice, Tensor]]:
+    """Yield and remove each chunk, so that its memory is free once the next one is taken."""
+    while chunks:
+        yield chunks.popleft()
 
 
 def scale_logits(logits: Tensor, temperature: float | Tensor, softcap: float | None) -> Tensor:

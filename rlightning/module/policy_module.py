@@ -132,7 +132,7 @@ class PolicyModule(Ranks, SavedModule):
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # set after construction, from a file
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
         self.share_prefixes: bool | Literal["auto"] = share_prefixes
-        self.sends_adapter = False
+        self.sends_adapter = self.keeps_logits = False
         self.roles: dict[str, ModelRole] = {}
         self.actor: PreTrainedModel | None = None
 
@@ -168,7 +168,9 @@ class PolicyModule(Ranks, SavedModule):
             from rlightning.memory_plan.decisions import decide_gathering
 
             decide_gathering(self.trainer, self)
-        share = self.checkpointed_share() if any(role.is_trained for role in missing.values()) else Fraction(0)
+        share = Fraction(0)
+        if any(role.is_trained for role in missing.values()):
+            share, self.keeps_logits = self.checkpointed_share(), self.should_keep_logits()
         for name, role in missing.items():
             if role.is_trained:
                 role.network = role.load()
@@ -239,6 +241,14 @@ class PolicyModule(Ranks, SavedModule):
         if self.trainer.is_global_zero:
             log.info("Gradient checkpointing of %d of %d layers: %s", count, num_layers, reason)
         return Fraction(count, num_layers)
+
+    def should_keep_logits(self) -> bool:
+        """Return whether updates keep logits from the forward to the backward pass, which otherwise recomputes them."""
+        if self._trainer is None or self.trainer.strategy.root_device.type != "cuda":
+            return False
+        from rlightning.memory_plan.decisions import decide_kept_logits
+
+        return decide_kept_logits(self.trainer, self)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW and a schedule for each trained role; an override may return any form that Lightning accepts."""

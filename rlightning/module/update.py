@@ -412,7 +412,11 @@ class UpdateModule(PolicyModule):
             [T] and [T], float32; 0 where not sampled.
         """
         return packed_logprobs(
-            self.loaded_actor, batch, temperature=self.sampling.temperature, needs_entropy_grad=self.entropy_coef != 0
+            self.loaded_actor,
+            batch,
+            temperature=self.sampling.temperature,
+            needs_entropy_grad=self.entropy_coef != 0,
+            keeps_logits=self.keeps_logits,
         )
 
 

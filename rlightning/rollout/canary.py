@@ -168,13 +168,16 @@ class Canary:
                 "the check off."
             )
 
-    def _find_adapter_fault(self, actor: Floats, engine: Floats, *, distance: float, is_far: bool) -> str | None:
+    def _find_adapter_fault(
+        self, actor: Floats, engine: Floats, deviations: Floats | None, *, distance: float, is_far: bool
+    ) -> str | None:
         """Return a message if the engine does not apply the adapter, or scales it differently; else None. ``distance``
         is that of the engine from the actor.
         """
         if self._base is None:
             return None
-        missing, alone = estimate_missing_update(actor, self._base, engine), compare(self._base, engine)
+        missing = estimate_beyond_deviations(actor, self._base, engine, deviations)
+        alone = compare(self._base, engine)
         if is_far and alone.distance <= self.tolerance * alone.noise:
             return "the engine is where the actor is without its adapter: it does not apply the adapter"
         is_other = is_far and distance > BEYOND * missing.length
@@ -210,7 +213,7 @@ class Canary:
                 f"{missing.errors:.1f} standard errors, where {MAX_ERRORS:g} may be chance: it holds former weights, "
                 "all or some of them"
             )
-        if fault := self._find_adapter_fault(actor, engine, distance=found.distance, is_far=is_far):
+        if fault := self._find_adapter_fault(actor, engine, deviations, distance=found.distance, is_far=is_far):
             return fault
         if not is_far:
             return None

@@ -140,7 +140,7 @@ class TransformersSampler:
     def _score(self, token_ids: list[int]) -> NDArray[np.float32]:
         batch = RolloutBatch.of_sequences([token_ids]).to(self.device)
         with self._model_lock, torch.inference_mode():
-            logprobs, _ = compute_packed_logprobs(self.model, batch, 1.0, False)
+            logprobs, _ = compute_packed_logprobs(self.model, batch)
         return logprobs.cpu().numpy()
 
     # Weights

@@ -145,7 +145,7 @@ def test_precision_decides_bytes() -> None:
     full, half = (TrainerMemory(replace(FSDP_ALONE, precision=name)) for name in ("32-true", "bf16-true"))
     assert full.gathered_parameters() == 2 * half.gathered_parameters()
     assert full.parameters() == 2 * half.parameters()
-    assert full.logits_chunk(64, has_gradient=False) == 2 * half.logits_chunk(64, has_gradient=False)
+    assert full.logits(64, has_gradient=False) == 2 * half.logits(64, has_gradient=False)
 
 
 def test_logits_take_a_chunk_and_no_more() -> None:
@@ -153,17 +153,17 @@ def test_logits_take_a_chunk_and_no_more() -> None:
     head = 151936 * 1024
     few, many = 1000, 100_000
     memory = TrainerMemory(work)
-    assert memory.logits_chunk(few, has_gradient=False) == 2 * few * (151936 + 1024)
-    assert memory.logits_chunk(many, has_gradient=False) == 2 * 4096 * 151936 + 2 * many * 1024
+    assert memory.logits(few, has_gradient=False) == 2 * few * (151936 + 1024)
+    assert memory.logits(many, has_gradient=False) == 2 * 4096 * 151936 + 2 * many * 1024
     # with the gradients of hidden states and output layer, this one in float32, then cast when the logits are gone
-    assert memory.logits_chunk(few, has_gradient=True) == 2 * 2 * few * 1024 + 4 * head + 2 * head
-    assert memory.logits_chunk(many, has_gradient=True) == 2 * 2 * many * 1024 + 4 * head + 2 * 4096 * 151936
+    assert memory.logits(few, has_gradient=True) == 2 * 2 * few * 1024 + 4 * head + 2 * head
+    assert memory.logits(many, has_gradient=True) == 2 * 2 * many * 1024 + 4 * head + 2 * 4096 * 151936
     truncated = TrainerMemory(replace(work, rollout=RolloutMemory(max_support=20)))
-    more = truncated.logits_chunk(few, has_gradient=True) - memory.logits_chunk(few, has_gradient=True)
+    more = truncated.logits(few, has_gradient=True) - memory.logits(few, has_gradient=True)
     assert more == 5 * 4 * 20 * few  # the supports, and four tables of their logits
-    assert truncated.logits_chunk(few, has_gradient=False) == memory.logits_chunk(few, has_gradient=False)
+    assert truncated.logits(few, has_gradient=False) == memory.logits(few, has_gradient=False)
     halves = replace(work, parallelism=Parallelism(kind="fsdp", ranks=2, tensor_parallel_size=2))
-    assert TrainerMemory(halves).logits_chunk(few, has_gradient=False) == 2 * few * (151936 // 2 + 1024)
+    assert TrainerMemory(halves).logits(few, has_gradient=False) == 2 * few * (151936 // 2 + 1024)
 
 
 def test_the_weight_bucket_and_the_window_beside_it() -> None:
@@ -314,6 +314,23 @@ def test_auto_checkpointing_uses_fewest_layers_leaving_tenth_free(device: str) -
 
 
 @pytest.mark.long
+def test_logits_are_kept_where_a_tenth_stays_free() -> None:
+    planned = MemoryPlan(replace(COLOCATED, gradient_checkpointing="auto"), H200)
+    assert planned.keeps_logits
+    chunk, kept = (planned.trainer.logits(16384, has_gradient=True, is_kept=is_kept) for is_kept in (False, True))
+    assert kept - chunk == 2 * 151936 * (16384 - 4096)
+    assert planned.update().logits == kept and planned.update().total > planned.update_of(16384, 0).total
+    limit = int(planned.update().total / 0.9)
+    assert MemoryPlan(planned.work, limit + (1 << 20)).keeps_logits
+    small = MemoryPlan(planned.work, limit - (1 << 20))
+    assert not small.keeps_logits and small.count_checkpointed_layers() == 0
+    assert small.update() == small.update_of(small.tokens, 0)
+    assert not planned.with_work(gradient_checkpointing=True).keeps_logits
+    critic = RoleMemory(name="critic", config=COLOCATED.config, optimizer_states="float32")
+    assert not planned.with_work(others=(critic,)).keeps_logits  # its backward pass may come before they are freed
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_largest_microbatch_fits_and_larger_exceeds_device(gradient_checkpointing: bool) -> None:
     planned = MemoryPlan(replace(COLOCATED, gradient_checkpointing=gradient_checkpointing), H200)
@@ -334,7 +351,7 @@ def test_a_plan_that_fits_says_so() -> None:
 @pytest.mark.long
 def test_tight_plan_warns_and_suggests_smaller_microbatch() -> None:
     planned = MemoryPlan(COLOCATED, H200)
-    full = MemoryPlan(planned.work, int(planned.update().total * 1.02))
+    full = MemoryPlan(planned.work, int(planned.update_of(planned.tokens, 0).total * 1.02))
     assert advise(full) == []
     *_, heading, sentence = format_plan(full).splitlines()
     assert heading.startswith("It only just fits, and a plan may be 4% too low.")
@@ -382,7 +399,7 @@ def test_a_critic_counts_its_weights_moments_gradients_and_activations() -> None
         MemoryPlan(COLOCATED, H200),
         MemoryPlan(replace(COLOCATED, others=(*COLOCATED.others, critic)), H200),
     )
-    size, (before, after) = 1_720_574_976, (plan.update() for plan in (alone, beside))
+    size, (before, after) = 1_720_574_976, (plan.update_of(16384, 0) for plan in (alone, beside))
     assert after.parameters - before.parameters == after.gradients - before.gradients == 4 * size
     norms = 28 * (2 * 2048 + 2 * 128) + 2048  # whose moments stay in float32
     moments = 2 * (1 + 4 / 128) * (size - norms) + 8 * norms

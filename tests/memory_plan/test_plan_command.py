@@ -78,9 +78,9 @@ def test_a_configuration_is_planned(project: Path) -> None:
     text = plan(["--config", "run.yaml", "--device-memory", "H200"])
     assert text.startswith("qwen3 of 596,049,920 parameters, bf16-mixed, 1 rank, 139.8 GiB each\n")
     assert (
-        "micro-batches of 16,384 tokens, sequences of up to 1,280, gradient_checkpointing: auto (0 of 28 layers)"
-        in text
-    )
+        "micro-batches of 16,384 tokens, sequences of up to 1,280, gradient_checkpointing: "
+        "auto (0 of 28 layers, logits kept)"
+    ) in text
     assert "log-probs" not in text  # neither a reference nor a second optimizer step
     assert sorted(path.name for path in project.iterdir()) == ["model", "run.yaml"]
 

@@ -152,7 +152,7 @@ def test_run_start_logs_memory_of_each_phase(run: tuple[Any, Any], monkeypatch: 
     sync, generate, score, update = (parts.total / 2**30 for parts in plan.phases().values())
     assert describe_memory(trainer, module) == (
         f"sync {sync:.1f}, generate {generate:.1f}, log-probs {score:.1f}, update {update:.1f} of 80.0 GiB "
-        "on each rank (planned); gradient checkpointing auto (0 of 2 layers)"
+        "on each rank (planned); gradient checkpointing auto (0 of 2 layers, logits kept)"
     )
     trainer.callbacks.append(OffloadDuringRollout())
     assert describe_memory(trainer, module).endswith(

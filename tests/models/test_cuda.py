@@ -249,6 +249,27 @@ def test_kernels_of_logits(softcap: float | None, has_temperatures: bool, monkey
     torch.testing.assert_close(results[1], results[0], atol=2e-3, rtol=2e-3)
 
 
+def test_kept_logits_give_the_same_bits_and_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, num_tokens = 32000, 1000
+    monkeypatch.setattr(output_layer, "CHUNK_BYTES", 256 * vocabulary * 2)
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(vocabulary, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
+    hidden = torch.randn(num_tokens, 256, device="cuda", generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(vocabulary, (num_tokens,), device="cuda", generator=generator)
+    found, kept_bytes = [], []
+    for is_kept in (False, True):
+        before = torch.cuda.memory_allocated()
+        picked, entropy = chunked_logprobs(hidden, weight, targets, needs_entropy_grad=True, keeps_logits=is_kept)
+        kept_bytes.append(torch.cuda.memory_allocated() - before)
+        total = (picked + entropy).sum()
+        found.append((picked, entropy, *torch.autograd.grad(total, [hidden, weight], retain_graph=True)))
+        assert torch.cuda.memory_allocated() - before < kept_bytes[0] + 2 * (weight.numel() + hidden.numel()) + (
+            8 << 20
+        )
+    assert all(torch.equal(kept, again) for kept, again in zip(*found, strict=True))
+    assert kept_bytes[1] - kept_bytes[0] == pytest.approx(2 * num_tokens * vocabulary, rel=0.1)
+
+
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_logprobs_in_bfloat16_take_one_chunk(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their gradient is summed in float32 over sixteen chunks."""

@@ -188,6 +188,41 @@ def test_no_logits_are_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPatc
     assert [one.shape for one in kept[3:]] == [(11,), (11,)]  # a normalizer and an entropy a token
 
 
+@pytest.mark.parametrize(("softcap", "has_supports"), [(None, False), (1.5, True)])
+def test_kept_logits_are_computed_once_bit_equally(
+    softcap: float | None, has_supports: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three chunks; a second backward pass, for which they are gone, recomputes them."""
+    set_chunk(monkeypatch, 4, 8)
+    hidden, weight, targets = make_inputs(11)
+    supports = torch.stack([targets, (targets + 1) % VOCABULARY], 1) if has_supports else None
+    compute = functools.partial(
+        chunked_logprobs, hidden, weight, targets, temperature=0.7, softcap=softcap, supports=supports
+    )
+    found, products = [], []
+    for is_kept in (False, True):
+        with RecordTensors() as made:
+            picked, entropy = compute(needs_entropy_grad=True, keeps_logits=is_kept)
+            total = picked @ torch.arange(11.0, dtype=picked.dtype) - entropy.sum()
+            first = torch.autograd.grad(total, [hidden, weight], retain_graph=True)
+        products.append(sum(count for name, count in made.calls.items() if "mm" in name and "dot" not in name))
+        found.append((picked, entropy, *first, *torch.autograd.grad(total, [hidden, weight])))
+    assert all(torch.equal(kept, made_again) for made_again, kept in zip(*found, strict=True))
+    assert products == [12, 9]  # three a chunk, and one more that makes its logits again
+
+
+def test_scoring_keeps_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_chunk(monkeypatch, 16, 4, vocabulary=1000)
+    hidden, weight = torch.randn(63, 4), torch.randn(1000, 4, requires_grad=True)
+    targets, empty = torch.zeros(63, dtype=torch.int64), "aten.new_empty.default"
+    with torch.no_grad(), RecordTensors() as made:
+        chunked_logprobs(hidden, weight, targets, keeps_logits=True)
+    scoring = made.calls[empty]
+    with RecordTensors() as made:
+        chunked_logprobs(hidden, weight, targets, keeps_logits=True)
+    assert made.calls[empty] - scoring == 4  # of as many chunks
+
+
 def test_a_tied_weight_gets_both_gradients() -> None:
     _, weight, targets = make_inputs(11)
     gradients: list[Tensor] = []

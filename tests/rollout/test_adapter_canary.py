@@ -37,9 +37,9 @@ class AdaptedActor:
     @contextmanager
     def scaled(self, scales: float | list[float]) -> Iterator[None]:
         """Multiply what each layer adds."""
-        self.scales = torch.tensor(scales).expand(NUM_LAYERS)[:, None]
+        before, self.scales = self.scales, torch.tensor(scales).expand(NUM_LAYERS)[:, None]
         yield
-        self.scales = torch.ones(NUM_LAYERS, 1)
+        self.scales = before
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch, dtype: torch.dtype) -> Tensor:
@@ -59,10 +59,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_tokenizer(save_byte_model(tmp_path_factory.mktemp("model")))
 
 
+def make_canary(tokenizer: Any, effect: float) -> tuple[AdaptedActor, Canary]:
+    """An actor, and a canary that has not evaluated it yet."""
+    canary = Canary(tokenizer, 129, torch.bfloat16, torch.device("cuda"))  # on a CPU more rounding is allowed
+    return AdaptedActor(effect, canary.token_ids.size), canary
+
+
 def evaluated(tokenizer: Any, effect: float, *, has_adapter: bool = True) -> tuple[AdaptedActor, Canary]:
     """An actor, and a canary that has evaluated it once."""
-    canary = Canary(tokenizer, 129, torch.bfloat16, torch.device("cuda"))  # on a CPU more rounding is allowed
-    actor = AdaptedActor(effect, canary.token_ids.size)
+    actor, canary = make_canary(tokenizer, effect)
     canary.evaluate(actor.score, 0, (lambda: actor.scaled(0.0)) if has_adapter else None)
     return actor, canary
 
@@ -98,6 +103,24 @@ def test_adapter_applied_as_by_the_actor_gives_no_alarm(effect: float, tokenizer
     actor, canary = evaluated(tokenizer, effect)
     for seed in range(9, 17):
         canary.check(actor.answers(canary, seed))
+
+
+@pytest.mark.parametrize("share", [0.45, 0.75])
+def test_lasting_deviation_in_the_adapters_direction_passes(share: float, tokenizer: Any) -> None:
+    """As other kernels than the actor's may have; an adapter that stays behind is told beside it."""
+    actor, canary = make_canary(tokenizer, 1.0)
+    deviation = share * actor.effects.sum(0).view(canary.token_ids.shape).numpy()
+    with actor.scaled(0.0):  # a new adapter
+        canary.evaluate(actor.score, 0, lambda: actor.scaled(0.0))
+        deviations = canary.check(actor.answers(canary, seed=9) + deviation)
+        stale = actor.answers(canary, seed=10) + deviation
+    canary.evaluate(actor.score, 1, lambda: actor.scaled(0.0))
+    deviated = actor.answers(canary, seed=11) + deviation
+    with pytest.raises(EngineError, match="further away from the model without its adapter"):
+        canary.check(deviated)  # of an engine of which nothing is known
+    canary.check(deviated, deviations=deviations)
+    with pytest.raises(EngineError, match="of the way back to"):
+        canary.check(stale, deviations=deviations)
 
 
 def test_other_weights_are_not_blamed_on_the_adapter(tokenizer: Any) -> None:
