@@ -45,7 +45,7 @@ def measure(arguments: Any, module: Any, case: str, *, is_shared: bool) -> dict[
     batch = RolloutBatch.of_sequences(make_sequences(case, arguments.groups, module.vocab_size))
     starts = batch.to_tokens(batch.cu_seqlens[:-1], axis="N")
     batch.is_sampled = torch.arange(batch.num_tokens) - starts >= num_prompt
-    module.share_prefixes = is_shared
+    batch.shares_prefixes = is_shared
     device, seconds, computed = module.device, [], 0
 
     def run() -> int:

@@ -1,7 +1,8 @@
 """All callbacks, one in each file. Import them as ``rlightning.callbacks``."""
 
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING
+
+from rlightning.lazy import lazy_import
 
 if TYPE_CHECKING:
     from rlightning.callbacks.completions_table import CompletionsTable
@@ -36,31 +37,27 @@ __all__ = [
     "VLLMRollout",
 ]
 
-_FILES = {
-    "CompletionsTable": "completions_table",
-    "ControllerMode": "controller_mode",
-    "DeviceSyncBeforeBarrier": "device_sync_before_barrier",
-    "EmptyCacheAfterUpdate": "empty_cache_after_update",
-    "JSONLPredictions": "predictions",
-    "MakeRoomForEngine": "make_room_for_engine",
-    "OffloadDuringRollout": "offload_during_rollout",
-    "RLProgressBar": "progress_bar",
-    "RemotizeOnHeadOnly": "remotize_on_head_only",
-    "RolloutCallback": "rollout",
-    "RunReport": "run_report",
-    "SaveHF": "save_hf",
-    "Throughput": "throughput",
-    "TransformersRollout": "transformers_rollout",
-    "VLLMRollout": "vllm_rollout",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import a callback on first access, so that unused callbacks cost no import time."""
-    if name not in _FILES:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return resolve_name(f"{__name__}.{_FILES[name]}:{name}")
-
+# Unused callbacks cost no import time.
+__getattr__ = lazy_import(
+    __name__,
+    {
+        "CompletionsTable": "completions_table",
+        "ControllerMode": "controller_mode",
+        "DeviceSyncBeforeBarrier": "device_sync_before_barrier",
+        "EmptyCacheAfterUpdate": "empty_cache_after_update",
+        "JSONLPredictions": "predictions",
+        "MakeRoomForEngine": "make_room_for_engine",
+        "OffloadDuringRollout": "offload_during_rollout",
+        "RLProgressBar": "progress_bar",
+        "RemotizeOnHeadOnly": "remotize_on_head_only",
+        "RolloutCallback": "rollout",
+        "RunReport": "run_report",
+        "SaveHF": "save_hf",
+        "Throughput": "throughput",
+        "TransformersRollout": "transformers_rollout",
+        "VLLMRollout": "vllm_rollout",
+    },
+)
 
 if __name__ != "rlightning.callbacks":
     raise ImportError(f"imported as '{__name__}': two copies of a class break isinstance. Import rlightning.callbacks.")

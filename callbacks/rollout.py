@@ -35,6 +35,7 @@ from rlightning.protocols import (
     HasValidationSets,
     Loop,
     SampledPolicy,
+    adapter_of,
     callbacks_of,
     generates,
     has,
@@ -165,6 +166,9 @@ class RolloutCallback(RLCallback, Generator):
 
         May return before the sampler is ready.
         """
+
+    def _ensure_started(self) -> None:
+        """Start the sampler if :meth:`start` has left that to the first request."""
 
     @property
     def is_single_turn(self) -> bool:
@@ -341,6 +345,7 @@ class RolloutCallback(RLCallback, Generator):
         Raises:
             EngineError: the sampler has failed.
         """
+        self._ensure_started()
         collector = self.collector
         is_training = self._streams.purpose == "training"
         if not is_training:
@@ -377,7 +382,7 @@ class RolloutCallback(RLCallback, Generator):
         """Increase the weight version if weights have changed without it, such as by swapping in averages."""
         module = self._module
         # With an adapter, only the adapter's weights can have changed, not the base model's.
-        has_adapter = has(module, HasAdapter) and module.adapter is not None
+        has_adapter = adapter_of(module) is not None
         weights = module.adapter_weights() if has(module, HasAdapter) and has_adapter else module.named_weights()
         has_changed = self._fingerprint.has_changed(weights)
         is_counted, self._seen_version = module.weight_version != self._seen_version, module.weight_version

@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeGuard
 
 from lightning.pytorch import Trainer
 
@@ -48,6 +48,7 @@ class SaveHF(RunCallback):
         super().__init__()
         self.path = path
         self.every_n_steps, self.adapter = every_n_steps, adapter
+        self._saves_adapter_alone = False
         self._seen_step = -1
 
     @property
@@ -60,8 +61,11 @@ class SaveHF(RunCallback):
         self._seen_step = -1
 
     def output(self, trainer: Loop, stage: str) -> Path | None:
-        """Return the folder of the saved policy."""
-        return self._folder(trainer) if stage == "fit" else None
+        """Return the folder of the saved policy; that of its adapter if that alone is saved."""
+        if stage != "fit":
+            return None
+        folder = self._folder(trainer)
+        return adapter_folder(folder) if self._saves_adapter_alone else folder
 
     def setup(self, trainer: Loop, pl_module: object, stage: str) -> None:
         """Raise a ConfigError if the policy cannot be saved to the path; move this callback to the end of the list."""
@@ -72,6 +76,7 @@ class SaveHF(RunCallback):
             raise ConfigError(
                 f"{type(pl_module).__name__} has no save_hf(path). Derive it from RLModule, or drop SaveHF."
             )
+        self._saves_adapter_alone = self.adapter == "adapter" and has_adapter(pl_module)
         folder = self._folder(trainer)
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"path='{folder}' is a file, a model is saved as a folder. Name another one.")
@@ -111,9 +116,9 @@ class SaveHF(RunCallback):
     def _save(self, trainer: Loop, module: object, folder: Path) -> None:
         assert has(module, SavesHF), "setup() has checked it"
         way_out = "Make room there, or name another path. The run's checkpoints are kept."
-        beside = folder.with_name(f"{folder.name}_adapter")
+        beside = adapter_folder(folder)
         saved = [("model", folder, module.save_hf)]
-        if has(module, SavesAdapter) and module.adapter is not None:
+        if has_adapter(module):
             saved.append(("adapter", beside, module.save_adapter))
             saved = {"both": saved, "merged": saved[:1], "adapter": saved[1:]}[self.adapter]
         for what, path, save in saved:
@@ -129,3 +134,13 @@ class SaveHF(RunCallback):
 
     def _folder(self, trainer: Loop) -> Path:
         return Path(self.path).expanduser() if self.path else run_dir(trainer) / "hf"
+
+
+def has_adapter(module: object) -> TypeGuard[SavesAdapter]:
+    """Return whether a module trains an adapter and can save it alone."""
+    return has(module, SavesAdapter) and module.adapter is not None
+
+
+def adapter_folder(folder: Path) -> Path:
+    """Return the folder of the adapter beside that of the merged model."""
+    return folder.with_name(f"{folder.name}_adapter")

@@ -9,12 +9,13 @@ from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.environments.collector import Collector
 from rlightning.errors import EngineError, check_rules
 from rlightning.hooks import fire
+from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models import load_config
 from rlightning.models.files import torch_dtype
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import global_rank
-from rlightning.protocols import SampledPolicy
+from rlightning.protocols import HasAdapter, SampledPolicy, has
 from rlightning.rollout import Sampler, Sampling
 from rlightning.rollout.decoding import CACHE_STEP
 from rlightning.rollout.engine_memory import read_engine
@@ -90,8 +91,12 @@ class TransformersRollout(RolloutCallback):
         )
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
-        """Build the model on rank 0, without weights."""
+        """Build the model on rank 0, without weights; raise a ConfigError if it cannot fit beside the actor."""
         module = self._module
+        if stage == "fit":
+            check_engine(self._trainer, module)
+        if has(module, HasAdapter):
+            module.sends_adapter = False  # set if the module's last run sampled from vLLM's engines
         dtype = self._resolve_dtype(device)
         self._device = device
         self.verification.begin_run(module, self.max_sequence_length, dtype, device)

@@ -194,7 +194,7 @@ class VLLMRollout(RolloutCallback):
         self.verification.begin_run(module, config.engine_args["max_model_len"], config.dtype, config.device)
         self._is_started = False
         if stage != "fit" or not has(module, HasUsualOptimizers) or module.has_usual_optimizers:
-            self._start_engines()
+            self._ensure_started()
         self._room.begin_run()
 
     def _connect(self, engines: RankEngines, files: ModelFiles) -> None:
@@ -291,7 +291,7 @@ class VLLMRollout(RolloutCallback):
 
     def on_train_start(self, trainer: Loop, module: object) -> None:
         """Start the engines unless :meth:`start` has; with user-defined optimizers it waits until they are checked."""
-        self._start_engines()
+        self._ensure_started()
 
     def on_train_batch_start(self, trainer: Loop, module: object, batch: object, batch_idx: int) -> None:
         """Begin a step, and copy the list of groups in flight, which checkpoints save until the step ends."""
@@ -306,6 +306,7 @@ class VLLMRollout(RolloutCallback):
         """With ``max_staleness``, send the weights while engines sample; begin a step. Every rank must call it."""
         if self.max_staleness and self._engines is not None:
             self._count_change()
+            self._ensure_started()
             self.collector.weights.sync_weights()
         super().on_update_end(trainer, module, batch)
 
@@ -375,16 +376,23 @@ class VLLMRollout(RolloutCallback):
             return self.generate(prompts, num_samples, sampling, on_completed)
         check_requests(prompts, num_samples, sampling, self.max_sequence_length)
         self._count_change()
-        requests = self._streams.assign(prompts, sampling, self._module.weight_version)
-        if take_prompts is not None and ahead > in_flight:
-            further = take_prompts(-(-(ahead - in_flight) // world_size()))
-            requests += self._streams.assign(further, sampling, self._module.weight_version)
-        version = self._module.weight_version
+        self._ensure_started()
+        collector, version, number = self.collector, self._module.weight_version, self.in_flight.num_added
         wanted = StepPlan(len(prompts), per_step, room=per_step + ahead, weight_version=version)
-        self.collector.is_training = True
-        groups = self.collector.collect_trajectories(requests, num_samples, sampling, on_completed, wanted)
+        try:
+            requests = self._streams.assign(prompts, sampling, version)
+            if take_prompts is not None and ahead > in_flight:
+                further = take_prompts(-(-(ahead - in_flight) // world_size()))
+                requests += self._streams.assign(further, sampling, version)
+            collector.is_training = True
+            groups = collector.collect_trajectories(requests, num_samples, sampling, on_completed, wanted)
+        except BaseException:
+            # A loop may continue after Ctrl-C, and begin the step again. Rank 0's own prompts were added first.
+            self.in_flight.discard(range(number, number + len(prompts)))
+            self.begin_step()
+            raise
         self._log_totals(version)
-        self._log_environments(self.collector)
+        self._log_environments(collector)
         return groups
 
     def _log_totals(self, version: int) -> None:
@@ -400,14 +408,7 @@ class VLLMRollout(RolloutCallback):
         self.last = gather_objects(metrics, name="metrics")[COLLECTOR_RANK]
         log_metrics(self._module, self.last)
 
-    @property
-    def collector(self) -> Collector:
-        """This rank's :class:`Collector`, which rank 0 serves with trajectories; starts the engines if necessary."""
-        collector = super().collector
-        self._start_engines()
-        return collector
-
-    def _start_engines(self) -> None:
+    def _ensure_started(self) -> None:
         """Start the engines once; returns before they are ready."""
         if self._engines is not None and not self._is_started:
             self._is_started = True

@@ -10,8 +10,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from rlightning.error_report import INTERRUPTED, exit_code, is_other_rank, show_error, yield_to_rank_0
@@ -29,6 +31,14 @@ COMMANDS = {
     "serve": "an engine for trainers on other hosts",
     "plan": "what a run takes of a GPU's memory, without one",
 }
+
+OWN_OPTIONS = {
+    "plan": ("fit", "memory_plan.devices:split_device_memory", "cli.plan:print_plan"),
+    "rollout": ("predict", "cli.rollout_options:read_options", "cli.rollout_cli:rollout"),
+    "serve": ("fit", "cli.serve_options:read_options", "cli.serve_cli:serve"),
+}
+"""For each command with options of its own: the command of Lightning whose keys it takes, the function that returns its
+own options and the others, and the function that runs it."""
 
 HELP = f"""\
 usage: rlightning COMMAND [--config FILE]... [--KEY VALUE]... [--print_config]
@@ -97,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: list[str]) -> None:
     """Check the options of the command ``args[0]``, import its module, and run it until it ends."""
     if args[0] in ("rollout", "serve") and not {"-h", "--help"}.isdisjoint(args):
-        sys.stdout.write(import_module(f"rlightning.cli.{args[0]}").HELP)
+        sys.stdout.write(import_module(f"rlightning.cli.{args[0]}_options").HELP)
         return
     with ending_at_once():
         check_options(args)
@@ -119,35 +129,17 @@ def check_options(args: list[str]) -> None:
     from rlightning.cli.config_precheck import check_early
 
     command, options = args[0], args[1:]
-    if command == "plan":
-        from rlightning.memory_plan.devices import split_device_memory
-
-        command, options = "fit", split_device_memory(options)[1]
-    elif command == "serve":
-        from rlightning.cli.serve import split_options
-
-        command, options = "fit", split_options(options)[1]
-    elif command == "rollout":
-        from rlightning.cli.rollout_options import read_options
-
-        command, options = "predict", read_options(options)[1]
+    if command in OWN_OPTIONS:
+        command, read, _ = OWN_OPTIONS[command]
+        _, options = resolve_name(f"rlightning.{read}")(options)
     check_early(command, options)
 
 
 def load(args: list[str]) -> Callable[[], object]:
     """Return a function that runs the command ``args[0]`` with the other ``args``, after importing its module."""
-    if args[0] == "plan":
-        from rlightning.cli.plan import plan
-
-        return lambda: sys.stdout.write(plan(args[1:]))
-    if args[0] == "serve":
-        from rlightning.cli.serve import serve
-
-        return lambda: serve(args[1:])
-    if args[0] == "rollout":
-        from rlightning.cli.rollout import rollout
-
-        return lambda: rollout(args[1:])
+    if args[0] in OWN_OPTIONS:
+        *_, function = OWN_OPTIONS[args[0]]
+        return partial(resolve_name(f"rlightning.{function}"), args[1:])
     from rlightning.cli.lightning_cli import RLCLI
 
     if not sys.stderr.isatty():

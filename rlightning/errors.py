@@ -189,12 +189,17 @@ def find_run_error(error: BaseException) -> RunError | None:
     return None
 
 
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return a sentence for an error about an unknown name: the nearest choices, or all if there are few."""
+def did_you_mean(name: str, choices: Iterable[str], *, otherwise: str | None = None) -> str:
+    """Return a sentence for an error about an unknown name: the nearest choice, or ``otherwise`` if no choice is near.
+
+    Without ``otherwise``, the sentence lists the choices.
+    """
     known = sorted(choices) if isinstance(choices, Set) else list(choices)
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if nearest:
         return f"Did you mean '{nearest[0]}'?"
+    if otherwise is not None:
+        return otherwise
     if len(known) <= MAX_CHOICES:
         return f"Choose from: {', '.join(known)}."
     near = difflib.get_close_matches(name, known, n=MAX_CHOICES, cutoff=0.0)

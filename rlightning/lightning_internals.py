@@ -22,7 +22,6 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launche
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS as Metrics  # noqa: N811
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata as MetricMetadata
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection as Results
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +31,6 @@ __all__ = [  # what is imported here under another name
     "DataFetcher",
     "FitLoop",
     "Launcher",
-    "MetricMetadata",
     "Metrics",
     "Results",
     "SubprocessLauncher",

@@ -2,15 +2,16 @@
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import lightning.pytorch
 from jsonargparse import Namespace
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import CheckpointIO
@@ -52,11 +53,50 @@ OBSERVERS = ("RLProgressBar", "Throughput", "CompletionsTable", "RunReport")
 """Callbacks that are added to a run unless it lists one of the same class."""
 
 
+@contextmanager
+def raising_interrupts() -> Iterator[None]:
+    """Context manager in which Ctrl-C raises KeyboardInterrupt after clean-up, instead of Lightning's SystemExit."""
+    try:
+        yield
+    except SystemExit as stop:
+        was_asked = isinstance(stop, SIGTERMException) and stop.code == INTERRUPTED
+        if was_asked or isinstance(stop.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _settling(command: Callable[P, T]) -> Callable[P, T]:
+    """Return a command of Lightning's Trainer that first settles its ``ckpt_path``, and raises KeyboardInterrupt at
+    Ctrl-C.
+    """
+    signature = inspect.signature(command)
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        given = signature.bind(*args, **kwargs)
+        trainer: Trainer = given.arguments["self"]
+        path = trainer._settle_checkpoint(command.__name__, given.arguments.get("ckpt_path"))
+        given.arguments["ckpt_path"] = path
+        trainer._has_fitted |= command.__name__ == "fit"
+        with raising_interrupts():
+            return command(*given.args, **given.kwargs)
+
+    return run
+
+
 class Trainer(lightning.pytorch.Trainer):
     """Lightning's Trainer with the defaults of ``rlightning fit``. Lightning's own Trainer can be used too.
 
     Added are the engine, a progress bar or a line for each step, ``Throughput``, ``CompletionsTable``, ``RunReport``,
     metrics of each step as CSV, and checkpoints; all files are in the run's folder. Ctrl-C raises KeyboardInterrupt.
+
+    The commands (``fit``, ``validate``, ``test``, ``predict``) have Lightning's arguments. ``ckpt_path="last"`` is the
+    undamaged checkpoint with the highest step, in the run's folder or a ``dirpath`` of its ``ModelCheckpoint``; for a
+    fit, one with the optimizer's state. A new fit in a folder with another run's checkpoints raises a ConfigError.
 
     Args:
         rollout: the rollout callback; None for none; "auto" for a ``VLLMRollout()``, unless ``callbacks`` has a rollout
@@ -84,66 +124,10 @@ class Trainer(lightning.pytorch.Trainer):
                 callback.check(self)
         self._has_fitted = False
 
-    def fit(
-        self,
-        model: LightningModule,
-        train_dataloaders: object = None,
-        val_dataloaders: object = None,
-        datamodule: LightningDataModule | None = None,
-        ckpt_path: str | Path | None = None,
-        weights_only: bool | None = None,
-    ) -> None:
-        """Train like Lightning's ``fit``; raise a ConfigError for a new run in a folder with another run's checkpoints.
-
-        Arguments are Lightning's; ``ckpt_path="last"`` is the undamaged checkpoint with the highest step, in the run's
-        folder or a ``dirpath`` of its ``ModelCheckpoint``; for a fit, one with the optimizer's state.
-        """
-        path = self._settle_checkpoint("fit", ckpt_path)
-        self._has_fitted = True
-        with raising_interrupts():
-            super().fit(model, train_dataloaders, val_dataloaders, datamodule, path, weights_only)
-
-    def validate(
-        self,
-        model: LightningModule | None = None,
-        dataloaders: object = None,
-        ckpt_path: str | Path | None = None,
-        verbose: bool = True,
-        datamodule: LightningDataModule | None = None,
-        weights_only: bool | None = None,
-    ) -> list[Mapping[str, float]]:
-        """Evaluate on the validation sets, as Lightning does; for ``ckpt_path`` see :meth:`fit`."""
-        path = self._settle_checkpoint("validate", ckpt_path)
-        with raising_interrupts():
-            return super().validate(model, dataloaders, path, verbose, datamodule, weights_only)
-
-    def test(
-        self,
-        model: LightningModule | None = None,
-        dataloaders: object = None,
-        ckpt_path: str | Path | None = None,
-        verbose: bool = True,
-        datamodule: LightningDataModule | None = None,
-        weights_only: bool | None = None,
-    ) -> list[Mapping[str, float]]:
-        """Evaluate on the validation sets under the name "test"; for ``ckpt_path`` see :meth:`fit`."""
-        path = self._settle_checkpoint("test", ckpt_path)
-        with raising_interrupts():
-            return super().test(model, dataloaders, path, verbose, datamodule, weights_only)
-
-    def predict(
-        self,
-        model: LightningModule | None = None,
-        dataloaders: object = None,
-        datamodule: LightningDataModule | None = None,
-        return_predictions: bool | None = None,
-        ckpt_path: str | Path | None = None,
-        weights_only: bool | None = None,
-    ) -> list[object] | list[list[object]] | None:
-        """Complete the data module's ``predict`` prompts, as Lightning does; for ``ckpt_path`` see :meth:`fit`."""
-        path = self._settle_checkpoint("predict", ckpt_path)
-        with raising_interrupts():
-            return super().predict(model, dataloaders, datamodule, return_predictions, path, weights_only)
+    fit = _settling(lightning.pytorch.Trainer.fit)
+    validate = _settling(lightning.pytorch.Trainer.validate)
+    test = _settling(lightning.pytorch.Trainer.test)
+    predict = _settling(lightning.pytorch.Trainer.predict)
 
     def _settle_checkpoint(self, command: str, ckpt_path: str | Path | None) -> str | None:
         """Return the path of the checkpoint to load; after this object's fit, leave None and "best" to Lightning."""
@@ -152,18 +136,6 @@ class Trainer(lightning.pytorch.Trainer):
         listed: list[Callback] = self.callbacks  # type: ignore[attr-defined]
         given = None if ckpt_path is None else str(ckpt_path)
         return settle_checkpoint(command, Path(self.default_root_dir), listed, given)
-
-
-@contextmanager
-def raising_interrupts() -> Iterator[None]:
-    """Context manager in which Ctrl-C raises KeyboardInterrupt after clean-up, instead of Lightning's SystemExit."""
-    try:
-        yield
-    except SystemExit as stop:
-        was_asked = isinstance(stop, SIGTERMException) and stop.code == INTERRUPTED
-        if was_asked or isinstance(stop.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from None
-        raise
 
 
 def settle_options(options: Mapping[str, object]) -> Options:

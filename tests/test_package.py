@@ -3,6 +3,7 @@
 import os
 import subprocess
 import tomllib
+from importlib import import_module
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ from typing import Any
 import pytest
 from programs import run_python
 
+from rlightning.cli.source_parameters import has_name
+
 ROOT = Path(__file__).parent.parent
+LAZY = (
+    *("rlightning", "rlightning.callbacks", "rlightning.controller", "rlightning.environments"),
+    *("rlightning.environments.verifiers", "rlightning.models", "rlightning.module", "rlightning.parallel"),
+    *("rlightning.rewards", "rlightning.types"),
+)
+"""Packages that import some of their names on first access."""
 
 
 def project() -> dict[str, Any]:
@@ -35,6 +44,15 @@ def test_the_callbacks_are_linked_into_the_package() -> None:
 def test_callbacks_import_under_one_name_only() -> None:
     done = run_python("-c", "import callbacks", folder=ROOT, exit_code=1)
     assert done.stderr.splitlines()[-1].endswith("Import rlightning.callbacks.")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAZY)
+def test_lazy_packages_have_the_names_that_they_export(name: str) -> None:
+    package = import_module(name)
+    assert [one for one in package.__all__ if not hasattr(package, one) or not has_name(name, one)] == []
+    with pytest.raises(AttributeError, match=f"^module '{name}' has no attribute 'missing'$"):
+        _ = package.missing
 
 
 def test_every_direct_dependency_is_pinned_for_the_tests() -> None:

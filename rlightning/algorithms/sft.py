@@ -69,6 +69,7 @@ class SFT(RLModule):
         """Log the mean token loss of all ranks' prompts as ``<prefix>/<set>/loss``. Every rank must call it."""
         batch = balance(self._pack(prompts), self.costs, tensor_parallel_size=self.tensor_parallel_size)
         limit = self.plan.max_tokens_per_microbatch
+        batch.shares_prefixes = self.decide_sharing(batch, limit)
         logprobs = self.evaluate_logprobs(batch, self.loaded_actor, temperature=1.0, max_tokens=limit)
         mask = batch.is_sampled
         loss, tokens = self.all_sum(torch.stack([-logprobs.float()[mask].sum(), mask.sum().float()])).tolist()

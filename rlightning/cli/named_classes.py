@@ -1,6 +1,5 @@
 """Finds the class that a configuration names by a dotted path or a bare name; an error suggests the nearest name."""
 
-import difflib
 import inspect
 from collections.abc import Iterable, Iterator
 from importlib import import_module
@@ -8,7 +7,7 @@ from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 from rlightning.dotted_path import describe_import_error
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
 
 
@@ -97,12 +96,7 @@ def no_name(key: str, path: str, choices: Iterable[str]) -> ConfigError:
 
 def suggest(name: str, choices: Iterable[str]) -> str:
     """Return a sentence that suggests the choice nearest to a misspelled name."""
-    nearest = difflib.get_close_matches(name, sorted(choices), n=1, cutoff=0.5)
-    return (
-        f"Did you mean '{nearest[0]}'?"
-        if nearest
-        else "Give the dotted path of a class that can be imported from here."
-    )
+    return did_you_mean(name, choices, otherwise="Give the dotted path of a class that can be imported from here.")
 
 
 def name_of(kind: object) -> str:

@@ -1,6 +1,7 @@
 """``rlightning plan``: computes the memory of a run from its configuration and the model's, on any machine."""
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -61,6 +62,11 @@ class PlanCLI(RLCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Do nothing: a plan starts no run."""
+
+
+def print_plan(options: list[str]) -> None:
+    """Print :func:`plan`."""
+    sys.stdout.write(plan(options))
 
 
 def plan(options: list[str]) -> str:

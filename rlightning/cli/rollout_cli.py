@@ -1,7 +1,6 @@
 """``rlightning rollout``: prints trajectories of a configuration's environment, without training."""
 
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -14,13 +13,14 @@ from lightning.pytorch import Callback
 
 from rlightning.cli.lightning_cli import RLCLI, as_list
 from rlightning.cli.named_classes import find_class
-from rlightning.cli.rollout_options import RolloutOptions
+from rlightning.cli.rollout_options import RolloutOptions, read_options
+from rlightning.config.secret_arguments import read_key
 from rlightning.data import PromptDataModule
 from rlightning.data.in_memory import read_source
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.runner import CLOSE_TIMEOUT, EnvironmentRunner
 from rlightning.errors import ConfigError, EnvironmentFailedError, check_rules
-from rlightning.foreign_text import cut_line, hide
+from rlightning.foreign_text import cut_line
 from rlightning.hooks import RLCallback
 from rlightning.module import RLModule
 from rlightning.protocols import HasData, HasPredictPrompts, Loop, callbacks_of, has
@@ -37,6 +37,17 @@ from rlightning.types import Prompt, Trajectory
 
 COMMAND = "predict"
 """The Lightning command whose keys and parsing `rlightning rollout` uses."""
+
+
+def rollout(options: list[str]) -> None:
+    """Make trajectories of a few prompts, and print them turn by turn.
+
+    Raises:
+        ConfigError: the user's configuration has a mistake.
+        EnvironmentFailedError: a trajectory or its reward failed.
+    """
+    own, rest = read_options(options)
+    RolloutCLI(own, rest).finish()
 
 
 class RolloutCLI(RLCLI):
@@ -120,7 +131,10 @@ class RolloutCLI(RLCLI):
         module, data, trainer, num_samples = self.model, self.datamodule, self.trainer, self.own.num_samples
         rollout = self._find_rollout()
         files = ModelFiles.read(module.model_path, trust_remote_code=module.trust_remote_code)
-        sampler = EndpointSampler(url, files, model=self.own.endpoint_model, key=self._read_key())
+        variable = self.own.endpoint_key_variable
+        missing = f"--endpoint-key-variable {variable}: this environment variable is not set. Set it to the key."
+        key = read_key(variable, missing)
+        sampler = EndpointSampler(url, files, model=self.own.endpoint_model, key=key)
         sampler.connect()
         max_length = min(sampler.max_length or module.max_model_length, module.max_model_length)
         trainer.strategy.connect(module)
@@ -152,18 +166,6 @@ class RolloutCLI(RLCLI):
             with suppress(DeadlineExceededError):  # code of the environment may block the loop
                 runner.loop.run(sampler.close(), timeout=CLOSE_TIMEOUT)
             runner.close()
-
-    def _read_key(self) -> str | None:
-        name = self.own.endpoint_key_variable
-        if name is None:
-            return None
-        key = os.environ.get(name)
-        if not key:
-            raise ConfigError(
-                f"--endpoint-key-variable {name}: this environment variable is not set. Set it to the key."
-            )
-        hide({key: f"${{ENV:{name}}}"})
-        return key
 
     def show(self, trajectories: Sequence[Trajectory]) -> None:
         """Compute rewards for the trajectories of a prompt, print them, and keep them for :meth:`finish`."""

@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 import torch
 
 from rlightning.cli.lightning_cli import RLCLI, as_list
+from rlightning.cli.serve_options import read_options
 from rlightning.data import PromptDataModule
 from rlightning.data.prompt_limit import default_prompt_limit
 from rlightning.errors import ConfigError
@@ -72,14 +73,17 @@ class ServeCLI(RLCLI):
         return options.configure_served(module, device, self.rollout.sampling, self.max_prompt_tokens, log_file)
 
 
-def serve_at(host: str, port: int, options: list[str]) -> None:
-    """Start the engine of a configuration, and serve trainers that connect to ``host:port``, until Ctrl-C.
+def serve(options: list[str]) -> None:
+    """Start the engine of a configuration, and serve trainers until Ctrl-C.
 
-    Args:
-        port: port on which to listen; 0 for any free port.
+    Raises:
+        ConfigError: the user's configuration has a mistake.
+        EngineError: the engine cannot start, or dies repeatedly.
     """
-    cli = ServeCLI(args=["fit", *options])
-    listener = open_listener(host, port)
+    own, rest = read_options(options)
+    host = own["--host"]
+    cli = ServeCLI(args=["fit", *rest])
+    listener = open_listener(host, int(own["--port"]))
     shown = socket.gethostname() if host in ("0.0.0.0", "::") else host
     bound = listener.getsockname()[1]
     config = cli.configure_engine(f"engine-{shown}-{bound}")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import is_dataclass
+from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
 
 from jsonargparse import Namespace
@@ -152,6 +153,22 @@ def _read_variable(name: str, where: str, known: Mapping[str, str]) -> str:
     return value
 
 
+def read_key(variable: str | None, missing: str) -> str | None:
+    """Return the API key in an environment variable, and mask it in all later messages; None without a variable.
+
+    Args:
+        variable: the variable's name.
+        missing: message of the ConfigError that is raised if the variable is not set.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(missing)
+    hide_secrets({variable: key})
+    return key
+
+
 def _replace(
     value: object, give: Callable[[_Secret], str], name: str = "", owner: str = "", *, inside: str = ""
 ) -> object:
@@ -202,10 +219,7 @@ def _variables(secret: _Secret, is_unique: bool) -> Iterator[str]:
     name, owner = (re.sub(r"\W", "_", part).upper() for part in (secret.name, secret.owner))
     long_name = f"{owner}_{name}" if owner else name
     yield from (name, long_name) if is_unique else (long_name,)
-    number = 2
-    while True:
-        yield f"{long_name}_{number}"
-        number += 1
+    yield from (f"{long_name}_{number}" for number in count(2))
 
 
 def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:

@@ -2,16 +2,12 @@
 
 from typing import TYPE_CHECKING
 
+from rlightning.lazy import lazy_import
+
 if TYPE_CHECKING:
     from rlightning.controller.ray_controller import RayController
 
 __all__ = ["RayController"]
 
-
-def __getattr__(name: str) -> object:
-    """Import RayController on first access: other modules of this package need neither Lightning nor Ray."""
-    if name == "RayController":
-        from rlightning.controller.ray_controller import RayController
-
-        return RayController
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+# Other modules of this package need neither Lightning nor Ray.
+__getattr__ = lazy_import(__name__, {"RayController": "ray_controller"})

@@ -6,14 +6,11 @@ Lightning reduces it over the controller's epoch, where loggers and callbacks re
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
 
-from rlightning.lightning_internals import MetricMetadata, Results
-
-Reduction = Literal["mean", "sum", "max", "min"]
+from rlightning.lightning_internals import Results
 
 
 @dataclass(frozen=True)
@@ -21,6 +18,7 @@ class EpochMetric:
     """The contribution of one step to a metric that is logged with ``on_epoch=True``.
 
     Attributes:
+        reduction: mean, sum, max or min.
         is_synced: whether it is reduced over all ranks (``sync_dist``); otherwise it is rank 0's.
         on_step, prog_bar, logger: see ``LightningModule.log``.
     """
@@ -28,7 +26,7 @@ class EpochMetric:
     name: str
     value: float
     batch_size: int
-    reduction: Reduction
+    reduction: str
     is_synced: bool
     on_step: bool
     prog_bar: bool
@@ -43,7 +41,7 @@ def take_epoch_metrics(results: Results) -> list[EpochMetric]:
     taken = []
     for _, result in results.valid_items():
         meta = result.meta
-        reduction = find_reduction(meta) if result.is_tensor else "mean"
+        reduction = meta.reduce_fx.__name__ if result.is_tensor else "mean"
         batch_size = int(result.cumulated_batch_size) if result.is_tensor and reduction == "mean" else 1
         if not meta.on_epoch or not batch_size:
             continue
@@ -62,15 +60,6 @@ def take_epoch_metrics(results: Results) -> list[EpochMetric]:
         )
         result.reset()
     return taken
-
-
-def find_reduction(meta: MetricMetadata) -> Reduction:
-    """Return the name of a metric's reduction: mean, sum, max or min."""
-    if meta.is_mean_reduction:
-        return "mean"
-    if meta.is_sum_reduction:
-        return "sum"
-    return "max" if meta.is_max_reduction else "min"
 
 
 def log_epoch_metrics(module: LightningModule, by_rank: Sequence[Sequence[EpochMetric]]) -> None:

@@ -148,13 +148,11 @@ class HookRelay(Checkpoint):
             return partial(self._relay, name)
         raise AttributeError(name)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, *_: object, **__: object) -> None:
         """Release the stored batches of the step."""
         self._sent = None
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, *_: object) -> None:
         """Send the epoch's metrics to the controller, then execute its commands until an epoch starts or the fit ends.
 
         Called after the module's hook, before Lightning resets the metrics.
@@ -162,13 +160,7 @@ class HookRelay(Checkpoint):
         self.feed.end_epoch()
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: object,
-        batch: object,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, *_: object, **__: object
     ) -> None:
         """Store the tensors of the step's predictions; the controller gets handles to them as the command's result."""
         self.feed.outputs = store_own_tensors(outputs, label="predict_step")

@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -47,7 +47,6 @@ DEVICE_CALLBACKS = (ModelSummary,)
 """Lightning's own callbacks that need the actor, and therefore run in the workers."""
 
 
-@runtime_checkable
 class RowlessData(Protocol):
     """A data module with ``without_rows()``, by which the controller gets a copy without prompts to send to workers."""
 
@@ -80,7 +79,6 @@ class ActorEngines(Protocol):
         """End the engines."""
 
 
-@runtime_checkable
 class EngineCallback(Protocol):
     """A rollout callback with ``ray_engines()``, which returns its engines if they are to run in Ray actors."""
 
@@ -88,7 +86,6 @@ class EngineCallback(Protocol):
         """Return the engines in Ray actors; None if they run elsewhere."""
 
 
-@runtime_checkable
 class PlacedCallback(Protocol):
     """A callback whose ``runs_in`` is "workers" or "controller"; callbacks without it run in the controller."""
 
@@ -293,7 +290,7 @@ class RayController(ControllerStrategy):
     def _data_for_workers(self, trainer: Trainer) -> LightningDataModule | None:
         """Return the data module that is sent to the workers: a copy without rows, if the module provides one."""
         data = trainer.datamodule  # type: ignore[attr-defined]
-        return data.without_rows() if isinstance(data, RowlessData) else self._data
+        return data.without_rows() if has(data, RowlessData) else self._data
 
     def _start_engines(self, callback: Callback, trainer: Trainer) -> Callback:
         """Start a callback's engines if they are Ray actors; return the callback, or a copy with their addresses."""
@@ -333,13 +330,13 @@ class RayController(ControllerStrategy):
 
 def belongs_to_workers(callback: Callback) -> bool:
     """Return whether a callback runs in the workers."""
-    is_placed = isinstance(callback, PlacedCallback) and callback.runs_in == "workers"
+    is_placed = has(callback, PlacedCallback) and callback.runs_in == "workers"
     return is_placed or isinstance(callback, DEVICE_CALLBACKS)
 
 
 def find_engines(callbacks: Sequence[Callback]) -> ActorEngines | None:
     """Return the Ray actor engines of the first callback that has some; None if no callback has."""
-    found = (callback.ray_engines() for callback in callbacks if isinstance(callback, EngineCallback))
+    found = (callback.ray_engines() for callback in callbacks if has(callback, EngineCallback))
     return next((engines for engines in found if engines is not None), None)
 
 

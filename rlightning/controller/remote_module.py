@@ -71,7 +71,7 @@ class ControllerModule(PromptBatchModule):
     def on_train_start(self) -> None:
         """Start training in the workers, and validate before the first step if the real module would."""
         self.strategy.execute_all(StartTraining(self.trainer.num_training_batches))
-        is_wanted = isinstance(self.configured, ValidatesFirst) and self.configured.validate_first
+        is_wanted = has(self.configured, ValidatesFirst) and self.configured.validate_first
         if is_wanted and self.trainer.global_step == 0 and self.trainer.enable_validation:
             validate_in_fit(self.trainer)
 

@@ -56,7 +56,7 @@ class Owner(NamedTuple):
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
-class Holding(NamedTuple):
+class LabelUsage(NamedTuple):
     """Number of stored objects with the same ``label``, such as a hook's name, and their total size in bytes."""
 
     label: str
@@ -105,8 +105,8 @@ class TensorStore(ABC):
     def put(self, arrays: Sequence[Bytes], *, label: str) -> Block:
         """Store copies of the arrays, each a tensor's bytes, as one object, and return a reference to it.
 
-        ``label`` is for :meth:`holdings`. A full store first waits up to ``full_timeout`` seconds for objects to be
-        released.
+        ``label`` is for :meth:`usage_by_label`. A full store first waits up to ``full_timeout`` seconds for objects to
+        be released.
 
         Raises:
             StoreFullError: if the limit would be exceeded; nothing is stored then.
@@ -126,13 +126,13 @@ class TensorStore(ABC):
         """Return the bytes of stored objects with references in any process."""
         return sum(nbytes for _, nbytes in self._alive.copy().values())
 
-    def holdings(self) -> list[Holding]:
+    def usage_by_label(self) -> list[LabelUsage]:
         """Return the number and size of the existing objects of each label, the largest total first."""
         by_label: dict[str, list[int]] = defaultdict(list)
         for label, nbytes in self._alive.copy().values():
             by_label[label].append(nbytes)
-        found = [Holding(label, len(sizes), sum(sizes)) for label, sizes in by_label.items()]
-        return sorted(found, key=lambda holding: holding.nbytes, reverse=True)
+        found = [LabelUsage(label, len(sizes), sum(sizes)) for label, sizes in by_label.items()]
+        return sorted(found, key=lambda usage: usage.nbytes, reverse=True)
 
     def _make_room(self, nbytes: int, label: str) -> None:
         if self.max_bytes is None:
@@ -140,7 +140,7 @@ class TensorStore(ABC):
         deadline = Deadline(self.full_timeout)
         while self.live_bytes() + nbytes > self.max_bytes:
             if deadline.is_over or nbytes > self.max_bytes:
-                held = "; ".join(f"'{h.label}': {h.entries} x, {h.nbytes:,} bytes" for h in self.holdings())
+                held = "; ".join(f"'{h.label}': {h.entries} x, {h.nbytes:,} bytes" for h in self.usage_by_label())
                 raise StoreFullError(
                     f"'{label}' would store {nbytes:,} bytes more than the {self.live_bytes():,} that are alive in the "
                     f"tensor store of {Owner.of_this_process()}, over its max_bytes={self.max_bytes:,}. "

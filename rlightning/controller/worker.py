@@ -41,6 +41,7 @@ from rlightning.parallel.launcher import find_port
 from rlightning.parallel.rank_failure import describe
 from rlightning.parallel.stacks import record_own
 from rlightning.parallel.trainer_stages import ValidatesFirst, validate_in_fit
+from rlightning.protocols import has
 from rlightning.rpc.run_key import RUN_KEY_VARIABLE
 
 CONTROLLER = "Ray driver"
@@ -155,7 +156,7 @@ class Worker(CommandQueue):
         strategy = self.trainer.strategy
         vars(strategy).update(execution_mode=ExecutionMode.WORKER, controller=CONTROLLER)
         resolve_execution_mode(strategy=strategy)
-        if isinstance(self.module, ValidatesFirst):
+        if has(self.module, ValidatesFirst):
             self.module.validate_first = False  # the controller decides when to validate
 
     def _step_result(self) -> StepResult:

@@ -201,12 +201,15 @@ def make_trainer(
     plugins: list[ClusterEnvironment | CheckpointIO] = [environment]
     if config.checkpoint_io is not None:
         plugins.append(config.checkpoint_io)
+    strategy = config.strategy
+    if isinstance(strategy, str) and "." in strategy:
+        strategy = resolve_name(strategy)()
     trainer = WorkerTrainer(
         feed,
         accelerator=config.accelerator,
         devices=1,
         num_nodes=environment.num_workers,
-        strategy=make_strategy(config.strategy),
+        strategy=strategy,
         precision=config.precision,
         plugins=plugins,
         callbacks=[*config.callbacks, relay],
@@ -238,11 +241,3 @@ def trainer_settings(trainer: Trainer) -> dict[str, object]:
         "max_epochs": trainer.max_epochs,
         "min_epochs": trainer.min_epochs,
     }
-
-
-def make_strategy(strategy: Strategy | str) -> Strategy | str:
-    """Return the value for the Trainer's ``strategy``; a class given by its path is instantiated."""
-    if not isinstance(strategy, str) or "." not in strategy:
-        return strategy
-    made: Strategy = resolve_name(strategy)()
-    return made

@@ -1,12 +1,11 @@
 """Chat messages of prompt sets: validated, without null fields, and rendered by the tokenizer's chat template."""
 
-import difflib
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlightning.errors import ConfigError
+from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line, cut_value
 from rlightning.python_values import JsonObject
 
@@ -41,8 +40,7 @@ def check_template_arguments(tokenizer: "Tokenizer", arguments: JsonObject) -> N
         if key in parameters or key == "messages":
             raise ConfigError(f"chat_template_arguments: '{key}' is set by the data module. Remove it.")
         if key not in names:
-            nearest = difflib.get_close_matches(key, sorted(names), n=1, cutoff=0.6)
-            way_out = f"Did you mean '{nearest[0]}'?" if nearest else "Remove it."
+            way_out = did_you_mean(key, names, otherwise="Remove it.")
             raise ConfigError(f"chat_template_arguments: the chat template does not read '{key}'. {way_out}")
 
 
@@ -76,17 +74,29 @@ def render_chat(tokenizer: "Tokenizer", messages: list[Message], arguments: Json
     options = {**arguments, CONTINUES: ends_with_model, "add_generation_prompt": not ends_with_model}
 
     def render(chat: list[Message]) -> str:
-        try:
-            return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
-        except Exception as error:  # a template is a program by the model's author, and may raise any exception
-            kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
-            reason = f"{kind}{cut_line(error)}".rstrip(".")
-            raise ConfigError(
-                f"{where}: the tokenizer's chat template refuses it: {reason}. Correct the messages."
-            ) from error
+        return apply_template(tokenizer, chat, f"{where}: the tokenizer's chat template refuses it", options)
 
     check_roles(messages, render, where)
     return render(messages)
+
+
+def apply_template(
+    tokenizer: "Tokenizer", messages: list[Message], refusal: str, arguments: Mapping[str, Any], **options: Any
+) -> str:
+    """Return a chat as text, by the tokenizer's chat template.
+
+    Args:
+        messages: the chat.
+        refusal: beginning of the ConfigError that is raised if the template rejects the messages.
+        arguments: the user's arguments of ``apply_chat_template``.
+        options: further arguments of it.
+    """
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options, **arguments))
+    except Exception as error:  # a template is a program by the model's author, and may raise any exception
+        kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
+        reason = f"{kind}{cut_line(error)}".rstrip(".")
+        raise ConfigError(f"{refusal}: {reason}. Correct the messages.") from error
 
 
 def check_roles(messages: Sequence[Message], render: Callable[[list[Message]], str], where: str) -> None:

@@ -73,12 +73,7 @@ USUAL = PromptFormat()
 
 def prompt_messages(columns: Row, prompt_format: PromptFormat, where: str) -> list[Message]:
     """Return the chat messages of a row's prompt, as they are passed to the chat template."""
-    if prompt_format.template is not None:
-        content: str | list[Message] = _fill_template(prompt_format.template, columns, where)
-    else:
-        content = columns[prompt_format.column]
-    if not isinstance(content, str):
-        content = clean_messages(content, where, has_fixed_fields=True)
+    content = _read_content(columns, prompt_format, where, has_fixed_fields=True)
     return _to_messages(content, prompt_format.system)
 
 
@@ -185,7 +180,8 @@ class PromptEncoder:
 
     def _render(self, row: Row, where: str, table: RowTable) -> tuple[str, Note]:
         """Return the text of a row's prompt for the model."""
-        content, system, note = self._read_content(row, where, table), self.format.system, Note(0)
+        content = _read_content(row, self.format, where, has_fixed_fields=table.has_fixed_fields)
+        system, note = self.format.system, Note(0)
         if self.is_chat:
             arguments = self.format.chat_template_arguments
             text = render_chat(self.tokenizer, _to_messages(content, system), arguments, where)
@@ -206,19 +202,6 @@ class PromptEncoder:
         """Return whether a prompt already begins with the special token that begins the chat template's text."""
         opening = next((token for token in self._special_tokens if content.startswith(token)), None)
         return opening is not None and (text.startswith(opening) or opening == self.tokenizer.bos_token)
-
-    def _read_content(self, row: Row, where: str, table: RowTable) -> str | list[Message]:
-        if self.format.template is not None:
-            return _fill_template(self.format.template, row, where)
-        content = row[self.format.column]
-        if isinstance(content, str):
-            return content
-        if is_chat(content):
-            return clean_messages(content, where, has_fixed_fields=table.has_fixed_fields)
-        raise ConfigError(
-            f"{where}: column '{self.format.column}' holds {cut_value(content)}. Write a text, or a list of messages "
-            "with role and content."
-        )
 
     def _read_completion(self, row: Row, where: str) -> str:
         column = str(self.format.completion_column)
@@ -329,6 +312,21 @@ def _fill_template(template: str, row: Row, where: str) -> str:
         raise ConfigError(
             f"{where}: prompt_template={template!r} cannot be filled: {reason}. Correct or remove the row."
         ) from error
+
+
+def _read_content(row: Row, prompt_format: PromptFormat, where: str, *, has_fixed_fields: bool) -> str | list[Message]:
+    """Return the text or the chat messages in a row's prompt column, or the text of the filled template."""
+    if prompt_format.template is not None:
+        return _fill_template(prompt_format.template, row, where)
+    content = row[prompt_format.column]
+    if isinstance(content, str):
+        return content
+    if is_chat(content):
+        return clean_messages(content, where, has_fixed_fields=has_fixed_fields)
+    raise ConfigError(
+        f"{where}: column '{prompt_format.column}' holds {cut_value(content)}. Write a text, or a list of messages "
+        "with role and content."
+    )
 
 
 def require_columns(table: RowTable, columns: list[str]) -> None:

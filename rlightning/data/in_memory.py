@@ -162,7 +162,7 @@ def _read_files(paths: Sequence[str], limit: int | None, environment: Environmen
 def _fill_environment(table: RowTable, environment: str | None) -> RowTable:
     if environment is None:
         return table
-    rows = FilledRows(table.rows, "environment", environment)
+    rows = FilledRows(table.rows, environment)
     return replace(table, rows=rows[:] if isinstance(table.rows, list) else rows)
 
 

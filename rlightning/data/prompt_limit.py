@@ -1,30 +1,21 @@
 """The maximum number of tokens of a prompt."""
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from rlightning.errors import ConfigError
+from rlightning.protocols import HasSampling, has
 
 PROMPT_TOKENS = 1024
 """Default limit of a prompt in tokens, if the model has room for it."""
 
 
-@runtime_checkable
 class Limited(Protocol):
     """Sampling parameters with ``max_new_tokens``, for which the default limit on prompts leaves room."""
 
     @property
     def max_new_tokens(self) -> int:
         """Maximum number of tokens of a completion."""
-
-
-@runtime_checkable
-class HasSampling(Protocol):
-    """A rollout callback with sampling parameters; a protocol, since the callbacks' package imports this one."""
-
-    @property
-    def sampling(self) -> object:
-        """The callback's sampling parameters."""
 
 
 def check_prompt_limit(limit: int, max_model_length: int) -> None:
@@ -43,8 +34,8 @@ def choose_prompt_limit(max_model_length: int, callbacks: Iterable[object]) -> t
 
     ``callbacks`` include the one that samples completions, if any. Raises a ConfigError if completions leave no room.
     """
-    samplings = (callback.sampling for callback in callbacks if isinstance(callback, HasSampling))
-    new_tokens = next((sampling.max_new_tokens for sampling in samplings if isinstance(sampling, Limited)), None)
+    samplings = (callback.sampling for callback in callbacks if has(callback, HasSampling))
+    new_tokens = next((sampling.max_new_tokens for sampling in samplings if has(sampling, Limited)), None)
     limit = default_prompt_limit(max_model_length, new_tokens)
     if limit == PROMPT_TOKENS:
         return limit, "the default"

@@ -110,20 +110,21 @@ class JoinedRows(StoredRows):
 
 
 class FilledRows(StoredRows):
-    """Rows in which a column has a default value wherever the original row lacks it."""
+    """Rows with the name of an environment in the column ``environment`` wherever the original row has none."""
 
-    def __init__(self, rows: Sequence[Row], column: str, value: str) -> None:
-        self._rows, self._column, self._value = rows, column, value
-        self.columns = common_columns(rows) | {column}
-        self.digest = digest_texts([rows.digest if isinstance(rows, StoredRows) else digest_rows(rows), column, value])
+    def __init__(self, rows: Sequence[Row], environment: str) -> None:
+        self._rows, self._environment = rows, environment
+        self.columns = common_columns(rows) | {"environment"}
+        digest = rows.digest if isinstance(rows, StoredRows) else digest_rows(rows)
+        self.digest = digest_texts([digest, "environment", environment])
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def read(self, start: int, stop: int) -> list[Row]:
         """Return the rows from ``start`` to ``stop``."""
-        filled = {self._column: self._value}
-        return [row | filled if row.get(self._column) in (None, "") else row for row in self._rows[start:stop]]
+        own = {"environment": self._environment}
+        return [row | own if row.get("environment") in (None, "") else row for row in self._rows[start:stop]]
 
 
 def common_columns(rows: Sequence[Row]) -> set[str]:

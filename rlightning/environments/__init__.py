@@ -4,7 +4,6 @@ Workers import ``worker`` and their environment in other interpreters, which nee
 of the environment, such as openai or websockets.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rlightning.environments.environment import (
@@ -21,6 +20,7 @@ from rlightning.environments.self_correction import SelfCorrection
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.environments.step_environment import StepEnvironment
 from rlightning.environments.tools import Tools
+from rlightning.lazy import lazy_import
 
 if TYPE_CHECKING:
     from rlightning.environments.agent_program import AgentProgram
@@ -53,19 +53,15 @@ __all__ = [
     "WorkerEnvironment",
 ]
 
-
-_MODULES = {
-    "AgentProgram": "agent_program",
-    "OpenEnv": "openenv",
-    "ReasoningGym": "reasoning_gym",
-    "SelfJudged": "self_judged",
-    "Verifiers": "verifiers",
-    "WorkerEnvironment": "worker_environment",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import a class of a module that not every user of this package needs, when it is first accessed."""
-    if name not in _MODULES:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+# Not every user of this package needs these modules.
+__getattr__ = lazy_import(
+    __name__,
+    {
+        "AgentProgram": "agent_program",
+        "OpenEnv": "openenv",
+        "ReasoningGym": "reasoning_gym",
+        "SelfJudged": "self_judged",
+        "Verifiers": "verifiers",
+        "WorkerEnvironment": "worker_environment",
+    },
+)

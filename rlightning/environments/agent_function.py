@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from rlightning.callables import is_async, is_coroutine_function
 from rlightning.dotted_path import import_object, name_object
-from rlightning.environments.agent_limit import is_limit
-from rlightning.environments.environment import Environment, LimitReachedError, Policy
+from rlightning.environments.environment import Environment, LimitReachedError, Policy, is_limit
 from rlightning.environments.step_object import call_function
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut_line, cut_value, describe_error

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
-from rlightning.data.chats import CONTINUES, check_roles, clean_messages
+from rlightning.data.chats import CONTINUES, apply_template, check_roles, clean_messages
 from rlightning.data.formatting import USUAL, PromptFormat, prompt_messages
 from rlightning.environments.messages import AssistantMessage, Message
 from rlightning.environments.partial_message import PartialMessage, TokenText
@@ -332,25 +332,17 @@ class ChatFormat:
 
     def _apply(self, messages: list[Message], tools: Sequence[Message] | None, add_generation_prompt: bool) -> str:
         def render(chat: list[Message]) -> str:
-            return self._apply_template(chat, tools, add_generation_prompt)
+            return apply_template(
+                self.tokenizer,
+                chat,
+                "The model's chat template refuses the conversation",
+                self._arguments,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+            )
 
         check_roles(messages, render, "The conversation")
         return render(messages)
-
-    def _apply_template(
-        self, messages: list[Message], tools: Sequence[Message] | None, add_generation_prompt: bool
-    ) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._arguments,
-            )
-        except Exception as error:  # a template is a program by the model's author, and may raise any exception
-            raise ConfigError(f"The model's chat template refuses the conversation: {cut_line(error)}.") from error
-        return str(text)
 
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         token_ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids

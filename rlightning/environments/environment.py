@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any, Protocol
 
 from rlightning.environments.messages import AssistantMessage, Message
+from rlightning.errors import cause_chain
 from rlightning.types.trajectory import Outcome, Prompt, Sample
+
+LIMIT_TEXT = "This model's maximum context length is"
+"""Beginning of OpenAI's message for a sequence with the maximum length, by which clients recognize the error."""
+OTHER_TRACEBACK = "During handling of the above exception, another exception occurred:"
+"""Python's line between two tracebacks; the program ended with the error after the last one."""
 
 
 class LimitReachedError(Exception):
     """The sequence has reached its maximum length. A trajectory that raises this is truncated, and is trained on."""
+
+
+def is_limit(error: BaseException) -> bool:
+    """Return whether an error, or one of its causes, says that a request's sequence has reached the maximum length."""
+    for one in cause_chain(error):
+        said = str(one).rpartition(OTHER_TRACEBACK)[2]
+        with suppress(Exception):  # clients such as httpx leave the response's text out of their errors
+            said += one.response.text  # type: ignore[attr-defined]
+        if isinstance(one, LimitReachedError) or LIMIT_TEXT in said:
+            return True
+    return False
 
 
 class AskLimitError(Exception):

@@ -9,18 +9,18 @@ from contextlib import suppress
 from typing import Any
 
 from rlightning import intervals
-from rlightning.environments.environment import Environment, Places, Policy
+from rlightning.environments.environment import Places
 from rlightning.environments.step_environment import StepEnvironment
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, cut_value, describe_error
 from rlightning.python_values import JsonObject
-from rlightning.types.trajectory import Outcome, Prompt
+from rlightning.types.trajectory import Prompt
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Maximum size of an observation in bytes."""
 
 
-class OpenEnv(Environment):
+class OpenEnv(StepEnvironment):
     """Runs the environment of an OpenEnv server; each trajectory has its own session there.
 
     The server is reset with the prompt's index as ``seed``, and its first observation replaces the prompt. The text of
@@ -62,7 +62,7 @@ class OpenEnv(Environment):
         self.url = f"{url.replace('http', 'ws', 1).rstrip('/') if url.startswith('http') else url.rstrip('/')}/ws"
         self.action, self.action_fields, self.observation = action, dict(action_fields or {}), observation
         self.reset_columns, self.timeout = tuple(reset_columns), timeout
-        self._steps = StepEnvironment(lambda: Session(self), max_turns=max_turns)
+        super().__init__(lambda: Session(self), max_turns=max_turns)
         self.places = Places(max_sessions)
 
     async def check(self) -> None:
@@ -74,14 +74,6 @@ class OpenEnv(Environment):
             raise ConfigError(f"OpenEnv: {describe_error(error)}. Start the server, or change url.") from error
         finally:
             await session.close()
-
-    async def close(self) -> None:
-        """Wait until sessions that are being closed have ended, for a few seconds at most."""
-        await self._steps.close()
-
-    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Run one episode in its own session at the server, and return its outcome."""
-        return await self._steps.run(prompt, policy)
 
 
 class Session:

@@ -167,7 +167,7 @@ class Recorder:
         known = [list(branch.token_ids) for branch in self.branches]
         if any(tokens[: len(history)] == history[: len(tokens)] for tokens in known):
             return "sampled_again"
-        starts = [one.is_sampled.index(1) for one in self.branches]
+        starts = [len(one.beginning) for one in self.branches]
         edited = [(tokens, n) for tokens, n in zip(known, starts, strict=True) if history[:n] == tokens[:n]]
         if any(self._is_retokenized(history, tokens, start) for tokens, start in edited):
             return "retokenized"

@@ -1,13 +1,11 @@
 """An environment in which the policy itself, through the same engine, scores each trajectory by a rubric."""
 
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
-from rlightning.environments.environment import AskLimitError, Environment, LimitReachedError, Policy, PolicyGroup
+from rlightning.environments.environment import AskLimitError, Environment, LimitReachedError, Policy
 from rlightning.environments.outcomes import check_outcome, total_reward
-from rlightning.environments.policy import RecordedPolicy
+from rlightning.environments.policy import as_recorded
 from rlightning.environments.single_turn import SingleTurn
 from rlightning.errors import ConfigError
 from rlightning.foreign_text import cut
@@ -58,31 +56,40 @@ class SelfJudged(Environment):
         self.environment = environment or SingleTurn()
         self.weight, self.max_new_tokens = weight, max_new_tokens
         self.has_tools, self.truncates = self.environment.has_tools, self.environment.truncates
+        self.places = self.environment.places
 
     async def check(self) -> None:
         """Raise a ConfigError if the rubric or the environment cannot be used."""
         self.judge.check_arguments()
+        kind = type(self.environment)
+        if kind.run_group not in (Environment.run_group, SingleTurn.run_group):
+            raise ConfigError(
+                f"SelfJudged: environment={kind.__name__} defines run_group(prompt, group), but trajectories are "
+                "judged one by one. Define run(prompt, policy) instead."
+            )
         await self.environment.check()
 
     async def close(self) -> None:
         """Close the environment that makes the trajectories."""
         await self.environment.close()
 
-    async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
-        """Make the trajectories of one prompt, have the policy judge each, and return the outcomes with the scores in
-        their rewards.
-        """
-        return await self.environment.run_group(prompt, _JudgedGroup(group, partial(self._score, prompt)))
+    async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
+        """Make one trajectory, have the policy judge it, and return its outcome with the score in its reward."""
+        try:
+            outcome = await self.environment.run(prompt, policy)
+        except LimitReachedError as error:
+            outcome = Outcome(status="truncated", error=cut(str(error)))
+        return await self._score(prompt, policy, outcome)
 
     async def _score(self, prompt: Prompt, policy: Policy, outcome: Outcome) -> Outcome:
         """Have the policy judge an outcome, and return the outcome with the weighted score added to its reward."""
         outcome = check_outcome(outcome)
         if outcome.status not in ("finished", "truncated"):
             return outcome
-        assert isinstance(policy, RecordedPolicy), "groups have these"
-        said = "".join(sample.text for sample in policy.recorder.samples[-1:])
+        recorder = as_recorded(policy).recorder
+        said = "".join(sample.text for sample in recorder.samples[-1:])
         given = {"prompt": prompt.text, "completion": said, "full_text": prompt.text + said}
-        turns = [turn.message for turn in policy.recorder.turns]
+        turns = [turn.message for turn in recorder.turns]
         try:
             messages = self.judge.write({**prompt.columns, **given, "turns": turns})
         except KeyError as error:
@@ -102,39 +109,3 @@ class SelfJudged(Environment):
             traces=traces and [trace._replace(reward=trace.reward + added) for trace in traces],
             metrics={**outcome.metrics, "judge_score": score},
         )
-
-
-class _JudgedGroup:
-    """A :class:`~rlightning.environments.environment.PolicyGroup` that judges each trajectory after its end."""
-
-    def __init__(self, group: PolicyGroup, judge: Callable[[Policy, Outcome], Awaitable[Outcome]]) -> None:
-        self._group, self._judge = group, judge
-
-    async def sample_all(self) -> list[Outcome]:
-        """Sample one turn for each trajectory, in separate requests, and have the policy score each; return the
-        outcomes with the scores in their rewards.
-        """
-
-        async def complete(policy: Policy) -> Outcome:
-            await policy.chat()
-            return Outcome()
-
-        return await self.run_each(complete)
-
-    async def run_each(
-        self,
-        run: Callable[[Policy], Awaitable[Outcome]],
-        places: AbstractAsyncContextManager[object] | None = None,
-    ) -> list[Outcome]:
-        """Make the trajectories with ``run``, concurrently (:meth:`PolicyGroup.run_each`), and have the policy score
-        each; return the outcomes with the scores in their rewards.
-        """
-
-        async def run_and_judge(policy: Policy) -> Outcome:
-            try:
-                outcome = await run(policy)
-            except LimitReachedError as error:
-                outcome = Outcome(status="truncated", error=cut(str(error)))
-            return await self._judge(policy, outcome)
-
-        return await self._group.run_each(run_and_judge, places)

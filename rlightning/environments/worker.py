@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -65,7 +64,7 @@ class RemotePolicy:
 
     async def sample(self, token_ids: Sequence[int]) -> Sample:
         """Sample the policy's next turn from a token sequence (:meth:`Policy.sample`)."""
-        return _read_sample(await self._request("sample", [int(token) for token in token_ids]))
+        return Sample(*await self._request("sample", [int(token) for token in token_ids]))
 
     async def report(self, outcome: Outcome, state: object = None) -> None:
         """Send the trainer a preliminary outcome, valid if the trajectory times out, and a state for checkpoints
@@ -88,12 +87,7 @@ def _read_reply(sent: Fields) -> Reply:
     sample, message = sent
     content, reasoning, calls, errors, places = message
     tool_calls = tuple(ToolCall(*call) for call in calls)
-    return Reply(_read_sample(sample), AssistantMessage(content, reasoning, tool_calls, tuple(errors), tuple(places)))
-
-
-def _read_sample(sent: Fields) -> Sample:
-    token_ids, logprobs, weight_versions, text, finish_reason = sent
-    return Sample(array("q", token_ids), array("f", logprobs), array("i", weight_versions), text, finish_reason)
+    return Reply(Sample(*sample), AssistantMessage(content, reasoning, tool_calls, tuple(errors), tuple(places)))
 
 
 class EnvironmentWorker:

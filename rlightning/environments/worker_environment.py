@@ -142,7 +142,7 @@ class WorkerEnvironment(Environment):
             outcome = failed_outcome(prompt, str(error), error.traceback)
         except WorkerLostError as error:
             line, details = self._describe_end(pool, error)
-            raise TrajectoryLostError(line, details, is_cause=not error.is_bystander) from error
+            raise TrajectoryLostError(line, details, is_cause=not error.caused_by_other) from error
         except (ProcessStartError, OSError) as error:
             raise self._describe_start(error) from error
         except UNSENDABLE as error:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rlightning.memory_plan.phases import MemoryPlan
+from rlightning.memory_plan.phases import STATE, MemoryPlan
 from rlightning.parallel.device import GIB
 
 ROUND_TOKENS = 256
@@ -89,8 +89,13 @@ def advise_engine(plan: MemoryPlan) -> list[str]:
         return []
     if not plan.has_engine_share:
         needed = max(parts.total for parts in (plan.sync(), plan.generate()))
+        if needed <= memory:
+            return []
         way = "lower rollout.max_sequences or rollout.max_new_tokens"
-        return [f"Sampling needs {_gib(needed)} of {_gib(memory)}: {way}."] if needed > memory else []
+        offloading = plan.with_work(moved_each_step=plan.work.moved_each_step | STATE)
+        if max(parts.total for parts in (offloading.sync(), offloading.generate())) <= memory:
+            way += ", or add the callback OffloadDuringRollout"
+        return [f"Sampling needs {_gib(needed)} of {_gib(memory)}: {way}."]
     engine, available, suggested = plan.engine, plan.available_utilization(), plan.suggested_utilization()
     if engine.utilization > available:
         way = MORE_ROOM if suggested is None else f"lower it to {suggested:.2f}"

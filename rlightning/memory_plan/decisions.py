@@ -116,8 +116,8 @@ def plan_run(trainer: Trainer, module: object) -> MemoryPlan:
 
 
 def check_engine(trainer: object, module: object) -> None:
-    """Raise a ConfigError if the engine cannot fit on the device even with maximum offloading. Without a CUDA device or
-    a plan, do nothing.
+    """Raise a ConfigError if the engine, or the sampler in the trainer's process, cannot fit on the device even with
+    maximum offloading. Without a CUDA device or a plan, do nothing.
 
     The message has the arithmetic, and the keys that would help.
     """
@@ -128,7 +128,9 @@ def check_engine(trainer: object, module: object) -> None:
     except ConfigError:
         return  # without a plan there is nothing to foresee
     if advice := advise_engine(plan):
-        phases = {"start": plan.start(), "sync": plan.sync(), "generate": plan.generate()}
+        phases = {"sync": plan.sync(), "generate": plan.generate()}
+        if plan.has_engine_share:
+            phases["start"] = plan.start()
         worst = max(phases, key=lambda phase: phases[phase].total)
         raise ConfigError(f"{advice[0]} {sum_up(worst, phases[worst])}.")
 
@@ -177,7 +179,7 @@ def decide_checkpointing(trainer: Trainer, module: HasConfig) -> tuple[int, str]
     if advice := advise_update(plan):
         raise ConfigError(f"{advice[0]} {sum_up('update', plan.update())}.")
     count = plan.count_checkpointed_layers()
-    bare, total = plan.with_work(gradient_checkpointing=False).update().total, plan.update().total
+    bare, total = (plan.update_of(plan.tokens, layers).total for layers in (0, count))
     reason = (
         f"without any, an update of {plan.tokens:,} tokens a micro-batch is planned to take "
         f"{bare / GIB:.1f} of {plan.device_memory / GIB:.1f} GiB"

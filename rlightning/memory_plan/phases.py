@@ -267,10 +267,11 @@ class MemoryPlan:
     def away(self) -> frozenset[str]:
         """Return the names of the parts that are offloaded to the host while the engine is awake.
 
-        ``OffloadDuringRollout`` offloads its parts in each step, ``MakeRoomForEngine`` as few others as possible.
+        ``OffloadDuringRollout`` offloads its parts in each step, ``MakeRoomForEngine`` as few others as possible for an
+        engine process that sleeps. For a sampler in the trainer's process, no others are offloaded.
         """
         own = self.work.moved_each_step
-        if self.work.engine is None or not self.engine.can_sleep:
+        if not self.has_engine_share or not self.engine.can_sleep:
             return own
         choices = [own, *(own | moved for moved in MOVES)]
         awake = ((away, self._with_awake_engine(self._resting(away))) for away in choices)

@@ -153,7 +153,7 @@ def describe_engine(plan: MemoryPlan) -> str:
         return (
             f"The sampler's copy of the model takes {engine.weights / GIB:.1f} GiB, and its KV cache of "
             f"{engine.max_sequences:,} sequences of {plan.work.longest:,} tokens {engine.kv_cache(memory) / GIB:.1f}."
-            + (f"\nMeanwhile, {moved}, or it would lack room." if moved else "")
+            + (f"\nMeanwhile, {moved}." if moved else "")
         )
     text = (
         f"gpu_memory_utilization {engine.utilization:g} is {engine.utilization * memory / GIB:.1f} GiB: "

@@ -1,7 +1,8 @@
 """The Hugging Face policy: loading, packed attention, log-probabilities without [T, V] logits, and export."""
 
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING
+
+from rlightning.lazy import lazy_import
 
 if TYPE_CHECKING:
     from rlightning.models.adapter import Adapter
@@ -23,18 +24,19 @@ __all__ = [
     "save_policy",
 ]
 
-_MODULES = {
-    "Adapter": "adapter",
-    "describe_length_limit": "rotary",
-    "max_model_length": "rotary",
-    "packed_logprobs": "logprobs",
-    "save_adapter": "export",
-    "save_policy": "export",
-}
-
-
-def __getattr__(name: str) -> object:
-    """Import a name on first access, since an engine's process does not need the actor's code."""
-    if name in __all__:
-        return resolve_name(f"{__name__}.{_MODULES.get(name, 'policy')}:{name}")
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+# An engine's process does not need the actor's code.
+__getattr__ = lazy_import(
+    __name__,
+    {
+        "Adapter": "adapter",
+        "describe_length_limit": "rotary",
+        "hold_as_computed": "policy",
+        "load_config": "policy",
+        "load_policy": "policy",
+        "load_tokenizer": "policy",
+        "max_model_length": "rotary",
+        "packed_logprobs": "logprobs",
+        "save_adapter": "export",
+        "save_policy": "export",
+    },
+)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -60,9 +61,23 @@ class Adapter:
     quantize_base: QuantizedBase | None = None
 
     def __post_init__(self) -> None:
-        """Raise a ConfigError for settings with which nothing could be learned."""
-        rank, alpha = self.rank, self.alpha
-        names_some = self.target_modules is None or bool(self.target_modules)
+        """Raise a ConfigError for settings of another type, or with which nothing could be learned."""
+        rank, alpha, targets, base = self.rank, self.alpha, self.target_modules, self.quantize_base
+        is_listed = isinstance(targets, Sequence) and all(isinstance(name, str) for name in targets)
+        check_rules(
+            {
+                f"adapter.rank={rank!r} must be a whole number": rank is None or type(rank) is int,
+                f"adapter.alpha={alpha!r} must be a number": alpha is None
+                or (isinstance(alpha, (int, float)) and not isinstance(alpha, bool)),
+                f"adapter.target_modules={targets!r} must be a name or a list of names": targets is None or is_listed,
+                f"adapter.use_rslora={self.use_rslora!r} must be true or false": self.use_rslora in (None, True, False),
+                f"adapter.path={self.path!r} must be a folder or a name on the hub": self.path is None
+                or isinstance(self.path, (str, Path)),
+            }
+        )
+        if base is not None and base not in (kinds := get_args(QuantizedBase)):
+            raise ConfigError(f"adapter.quantize_base='{base}' is unknown. {did_you_mean(str(base), kinds)}")
+        names_some = targets is None or bool(targets)
         is_scale = alpha is None or 0 < alpha < math.inf
         check_rules(
             {
@@ -195,9 +210,29 @@ def _read_keys(adapter: Adapter, layers: Mapping[str, tuple[int, int]], config: 
 def _find_targets(
     targets: str | Sequence[str], layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig
 ) -> Mapping[str, tuple[int, int]]:
-    """Return the linear layers that the user's ``target_modules`` name: all of them for "all-linear"."""
-    is_all = ALL_LINEAR in ([targets] if isinstance(targets, str) else targets)
-    return layers if is_all else match_targets(targets, layers, config)
+    """Return the linear layers that the user's ``target_modules`` name: all of them for "all-linear", else those that
+    match a target, which is a layer's full name or the end of one.
+    """
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    if ALL_LINEAR in wanted:
+        return layers
+    for target in wanted:
+        if "," in target:
+            names = [name.strip() for name in target.strip("[]() ").split(",") if name.strip()]
+            raise ConfigError(
+                f"adapter.target_modules: '{target}' is one text. Write a list of names: [{', '.join(names)}]."
+            )
+        if not any(is_match(name, target) for name in layers):
+            if PATTERN.search(target):
+                raise ConfigError(f"adapter.target_modules: '{target}' is a pattern. {_list_matches(target, layers)}")
+            others = build_empty(config).named_modules()
+            kind = next((type(module).__name__ for name, module in others if name and is_match(name, target)), None)
+            found = (
+                "is no module of the model" if kind is None else f"is a {kind}, no linear layer of the model's blocks"
+            )
+            hint = did_you_mean(target, _comparable_names(target, layers))
+            raise ConfigError(f"adapter.target_modules: '{target}' {found}. {hint}")
+    return {name: sizes for name, sizes in layers.items() if any(is_match(name, target) for target in wanted)}
 
 
 def check_adapter_precision(precision: object) -> None:
@@ -232,30 +267,6 @@ def linear_layers(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
         for name, module in policy.named_modules()
         if type(module) is nn.Linear and name.startswith(f"{prefix}.")
     }
-
-
-def match_targets(
-    targets: str | Sequence[str], layers: Mapping[str, tuple[int, int]], config: PreTrainedConfig
-) -> dict[str, tuple[int, int]]:
-    """Return the linear layers that match a target, which is a layer's full name or the end of one."""
-    wanted = [targets] if isinstance(targets, str) else list(targets)
-    for target in wanted:
-        if "," in target:
-            names = [name.strip() for name in target.strip("[]() ").split(",") if name.strip()]
-            raise ConfigError(
-                f"adapter.target_modules: '{target}' is one text. Write a list of names: [{', '.join(names)}]."
-            )
-        if not any(is_match(name, target) for name in layers):
-            if PATTERN.search(target):
-                raise ConfigError(f"adapter.target_modules: '{target}' is a pattern. {_list_matches(target, layers)}")
-            others = build_empty(config).named_modules()
-            kind = next((type(module).__name__ for name, module in others if name and is_match(name, target)), None)
-            found = (
-                "is no module of the model" if kind is None else f"is a {kind}, no linear layer of the model's blocks"
-            )
-            hint = did_you_mean(target, _comparable_names(target, layers))
-            raise ConfigError(f"adapter.target_modules: '{target}' {found}. {hint}")
-    return {name: sizes for name, sizes in layers.items() if any(is_match(name, target) for target in wanted)}
 
 
 def _comparable_names(target: str, layers: Iterable[str]) -> list[str]:

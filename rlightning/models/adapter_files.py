@@ -65,7 +65,7 @@ def base_digest(model: str) -> str:
     The digest does not depend on how weights are divided into files. It is "" if they are not in safetensors files.
     """
     digest, files = hashlib.sha256(), find_weights(model)
-    with ExitStack() as opened:
+    with ExitStack() as opened, torch.device("cpu"):  # Lightning loads models with the GPU as the default device
         by_path = {path: opened.enter_context(safe_open(path, "pt")) for path in set(files.values())}
         for name in sorted(files):
             file = by_path[files[name]]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA, import_peft
-from rlightning.models.adapter_files import read_weights, stored_name
+from rlightning.models.adapter_files import base_digest, read_weights, stored_name
 from rlightning.models.finite import find_not_finite
 from rlightning.parallel.collectives import gather_objects
 from rlightning.parallel.device import exact_float32
@@ -28,6 +28,8 @@ NAME = "default"
 """Name of the adapter within PEFT's layers."""
 LAYERS_ATTRIBUTE = "adapted_layers"
 """Attribute of a policy with its adapted layers by their names in the base model."""
+DIGEST_ATTRIBUTE = "loaded_base_digest"
+"""Attribute of a policy with the digest of its base weights' files at the time when they were loaded."""
 PERTURBATION = 0.2
 """The norm of a perturbed adapter's additions, relative to the matrices to which they are added."""
 
@@ -87,6 +89,19 @@ def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
             bound = weight.shape[1] ** -0.5  # PEFT's, the usual one of a linear layer
             whole.uniform_(-bound, bound, generator=random)
         local_tensor(weight.detach()).copy_(local_part(whole, weight))
+
+
+def remember_digest(policy: PreTrainedModel, model: str) -> None:
+    """Set the digest of a policy's base, read from the files from which its weights have just been loaded."""
+    vars(policy)[DIGEST_ATTRIBUTE] = base_digest(model)
+
+
+def loaded_digest(policy: PreTrainedModel, model: str) -> str:
+    """Return the digest of a policy's base as it was when it was loaded (:func:`remember_digest`), even if the files
+    have been replaced or removed since; without one, that of the files of ``model`` now.
+    """
+    digest: str | None = vars(policy).get(DIGEST_ATTRIBUTE)
+    return base_digest(model) if digest is None else digest
 
 
 def adapter_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ convolution, a bias on attention scores) would run, but leak information between
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from rlightning.models.counts import (
     build_empty,
     cache_by_config,
     head_size,
-    is_set_for_all_layers,
     num_experts,
     num_key_value_heads,
     read_setting,
@@ -128,15 +128,6 @@ def not_finite(model: str, names: Sequence[str]) -> ConfigError:
     return ConfigError(f"model='{model}' {found}. Use another copy or an earlier checkpoint of it.")
 
 
-def check_architecture(model: str, config: PreTrainedConfig) -> None:
-    """Raise a ConfigError if packing changes the results of two small layers of the architecture with random weights.
-    It is the check of :func:`check_policy`, on the CPU.
-
-    Used for sharded models. The config is not modified.
-    """
-    check_policy(model, _build_small(config))
-
-
 @cache_by_config
 def can_share_prefixes(config: PreTrainedConfig, device_type: str = "cpu") -> bool:
     """Return whether a prefix that several sequences share may be computed once: whether results and gradients of two
@@ -151,7 +142,7 @@ def can_share_prefixes(config: PreTrainedConfig, device_type: str = "cpu") -> bo
         # would round products of the backward pass, too.
         exact = torch.autocast(device_type, enabled=False)
         with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad(), exact, exact_float32():
-            policy = nn.Module.to(_build_small(config), device_type)
+            policy = nn.Module.to(build_small(config), device_type)
             return all(_gives_the_same(policy, dtype) for dtype in dtypes)
     except BUILD_ERRORS:  # its code accepts no further arguments
         return False
@@ -179,8 +170,8 @@ def _gives_the_same(policy: PreTrainedModel, dtype: torch.dtype) -> bool:
     return all(_agree(once, alone, tolerance) for alone, once in zip(*results, strict=True))
 
 
-def _build_small(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build two small layers of the same architecture with random weights, on the CPU."""
+def build_small(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build two small layers of the same architecture with random weights, on the CPU. The config is not modified."""
     small = copy.deepcopy(config)
     text_config = small.get_text_config()
     heads = text_config.num_attention_heads
@@ -197,8 +188,9 @@ def _build_small(config: PreTrainedConfig) -> PreTrainedModel:
         "moe_intermediate_size": per_head,
     }
     for name, value in sizes.items():
-        if is_set_for_all_layers(small, name):
-            setattr(text_config, name, value)
+        with suppress(RuntimeError):  # raised by transformers if layers have different configs
+            if read_setting(small, name) is not None:
+                setattr(text_config, name, value)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # torch.manual_seed() would also seed CUDA, which is not restored
         policy: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -139,16 +139,6 @@ def num_active_experts(config: PreTrainedConfig) -> int:
     return max(_read_all(config, NUM_ACTIVE_EXPERTS), default=0) if num_experts(config) else 0
 
 
-def is_set_for_all_layers(config: PreTrainedConfig, name: str) -> bool:
-    """Return whether a setting of a configuration is not None, and stored once rather than in a separate configuration
-    of each layer.
-    """
-    try:
-        return read_setting(config, name) is not None
-    except RuntimeError:  # raised by transformers if layers have different configs
-        return False
-
-
 def _read_all(config: PreTrainedConfig, names: Sequence[str]) -> list[int]:
     """Return the values under these names in a configuration and in those of its layers, without None and 0."""
     own = read_setting(config, "ffn_config")  # DBRX has a separate config for the feed-forward

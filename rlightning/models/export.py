@@ -16,8 +16,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlightning.atomic_save import written_aside
 from rlightning.checksums import write_manifest
 from rlightning.models.adapter import LoRA, import_peft
-from rlightning.models.adapter_files import BASE_DIGEST, WEIGHTS_FILE, base_digest
-from rlightning.models.adapter_layers import adapter_parameters, computed_weights
+from rlightning.models.adapter_files import BASE_DIGEST, WEIGHTS_FILE
+from rlightning.models.adapter_layers import adapter_parameters, computed_weights, loaded_digest
 from rlightning.models.files import is_converted, torch_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.quantized import QuantizedLinear
@@ -131,7 +131,8 @@ def save_adapter(policy: PreTrainedModel, lora: LoRA, base: str, tokenizer: Toke
     if is_writer:
         with written_aside(path) as folder:
             folder.mkdir()
-            save_file(full, folder / WEIGHTS_FILE, metadata={"format": "pt", BASE_DIGEST: base_digest(base)})
+            metadata = {"format": "pt", BASE_DIGEST: loaded_digest(policy, base)}
+            save_file(full, folder / WEIGHTS_FILE, metadata=metadata)
             settings = lora.peft_settings() | {"base_model_name_or_path": base, "inference_mode": True}
             import_peft().LoraConfig(**settings).save_pretrained(str(folder))
             tokenizer.save_pretrained(folder)

@@ -32,10 +32,11 @@ def flash_attention(
     """
     bounds = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
     tokens_left = None if window is None else window - 1
-    out: Tensor = _attend(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, scaling, tokens_left)[0]
+    out: Tensor = attend(q.contiguous(), k.contiguous(), v.contiguous(), *bounds, scaling, tokens_left)[0]
     return out
 
 
+@torch.library.custom_op("rlightning::flash_attention_4", mutates_args=())
 def attend(
     q: Tensor,
     k: Tensor,
@@ -46,7 +47,7 @@ def attend(
     tokens_left: int | None = None,
     is_causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result [T, H, D] and the log-sum-exps [H, T], without a gradient.
+    """Return the result [T, H, D] and the log-sum-exps [H, T], of which the result has a gradient.
 
     Args:
         q: [T, H, D]; keys and values are [T', K, D]; all contiguous.
@@ -69,6 +70,12 @@ def attend(
     return result
 
 
+@attend.register_fake
+def _(q: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("rlightning::flash_attention_4_backward", mutates_args=())
 def differentiate(
     grad: Tensor,
     q: Tensor,
@@ -101,54 +108,22 @@ def differentiate(
     return grads[0], grads[1], grads[2]
 
 
-@torch.library.custom_op("rlightning::flash_attention_4", mutates_args=())
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    scaling: float | None,
-    tokens_left: int | None,
-) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scaling, tokens_left)
-
-
-@_attend.register_fake
-def _(q: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-
-@torch.library.custom_op("rlightning::flash_attention_4_backward", mutates_args=())
-def _attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    scaling: float | None,
-    tokens_left: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return differentiate(grad, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, scaling, tokens_left)
-
-
-@_attend_backward.register_fake
+@differentiate.register_fake
 def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scaling, ctx.tokens_left = inputs
+    *tensors, ctx.scaling, ctx.tokens_left, ctx.is_causal = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
-    grads = _attend_backward(grad, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, ctx.scaling, ctx.tokens_left)
-    return *grads, None, None, None, None
+    grads = differentiate(
+        grad, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, ctx.scaling, ctx.tokens_left, ctx.is_causal
+    )
+    return *grads, None, None, None, None, None
 
 
-_attend.register_autograd(_differentiate, setup_context=_save)
+attend.register_autograd(_differentiate, setup_context=_save)

@@ -76,10 +76,6 @@ class QuantizedLinear(CodedLinear):
         )
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
-    def extra_repr(self) -> str:
-        """Return the layer's sizes and bits for a printed model."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, codes={self.codes.dtype}"
-
 
 class _Product(torch.autograd.Function):
     """Computes ``x W^T``, and saves the codes rather than W for the backward pass."""

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA
-from rlightning.models.adapter_layers import add_adapter, initialize_adapter
-from rlightning.models.architecture import check_architecture, not_finite
+from rlightning.models.adapter_layers import add_adapter, initialize_adapter, remember_digest
+from rlightning.models.architecture import build_small, check_policy, not_finite
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import check_head, find_weights, is_converted, other_shape
 from rlightning.models.finite import find_not_finite
@@ -57,7 +57,7 @@ def load_sharded_policy(
     remove_dropout(config)
     tensor_parallel_mesh = sharding.mesh["tensor_parallel"]
     check_tensor_parallel(model, config, tensor_parallel_mesh.size())
-    check_architecture(model, config)
+    check_policy(model, build_small(config))  # on the CPU: the whole model is loaded nowhere
     with torch.device("meta"):
         policy: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION
@@ -75,6 +75,7 @@ def load_sharded_policy(
     load_shards(model, policy)
     if adapter is not None:
         initialize_adapter(policy, adapter)
+        remember_digest(policy, model)
     return policy
 
 

@@ -2,16 +2,12 @@
 
 from typing import TYPE_CHECKING
 
+from rlightning.lazy import lazy_import
+
 if TYPE_CHECKING:
     from rlightning.module.rl_module import RLModule
 
 __all__ = ["RLModule"]
 
-
-def __getattr__(name: str) -> object:
-    """Import RLModule on first access, since parts of this package do not need torch and transformers."""
-    if name == "RLModule":
-        from rlightning.module.rl_module import RLModule
-
-        return RLModule
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+# Parts of this package do not need torch and transformers.
+__getattr__ = lazy_import(__name__, {"RLModule": "rl_module"})

@@ -5,7 +5,6 @@ from typing import TypeVar
 
 from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA
-from rlightning.models.adapter_files import base_digest
 from rlightning.parallel.sharding import is_adapter_weight
 
 KEY = "adapter"
@@ -31,22 +30,27 @@ def with_base(state: Mapping[str, T], own: Mapping[str, T]) -> dict[str, T]:
     return {name: value for name, value in own.items() if is_base_weight(name)} | dict(state)
 
 
-def describe_base(lora: LoRA, model: str) -> dict[str, object]:
-    """Return the entry of a checkpoint that identifies an adapter (rank, scaling, layers) and its base model (a
-    digest).
+def describe_base(lora: LoRA, digest: str) -> dict[str, object]:
+    """Return the entry of a checkpoint that identifies an adapter (rank, scaling, layers) and its base model, by the
+    base's digest.
     """
     return {
         "rank": lora.rank,
         "scaling": lora.scaling,
         "modules": sorted(lora.modules),
         "quantize_base": lora.quantize_base,
-        "base": base_digest(model),
+        "base": digest,
     }
 
 
-def check_resumed(saved: Mapping[str, object] | None, lora: LoRA | None, model: str) -> None:
-    """Raise a ConfigError if a checkpoint's adapter or base model differs from the run's. ``saved`` is the checkpoint's
-    entry (:func:`describe_base`); it and ``lora`` are None without an adapter.
+def check_resumed(saved: Mapping[str, object] | None, lora: LoRA | None, model: str, digest: str) -> None:
+    """Raise a ConfigError if a checkpoint's adapter or base model differs from the run's.
+
+    Args:
+        saved: the checkpoint's entry (:func:`describe_base`); None if it has no adapter.
+        lora: the run's adapter; None without one.
+        model: path or name of the run's base model, for the message.
+        digest: digest of the run's base model, as it was loaded.
     """
     if saved is None and lora is None:
         return
@@ -54,7 +58,7 @@ def check_resumed(saved: Mapping[str, object] | None, lora: LoRA | None, model: 
         way = "Leave model.adapter out" if saved is None else "Set model.adapter as that run did"
         kind = "all weights" if saved is None else f"an adapter of rank {saved['rank']}"
         raise ConfigError(f"The checkpoint is of a run that trains {kind}. {way}, or begin a new run.")
-    own = describe_base(lora, model)
+    own = describe_base(lora, digest)
     for key in ("rank", "scaling", "modules"):
         if saved[key] != own[key]:
             values = "others" if key == "modules" else f"{saved[key]:g}, not {own[key]:g}"

@@ -17,21 +17,16 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
-from rlightning.models.attention import varlen_obstacle
-from rlightning.models.counts import head_size, path_share, sequence_flops
-from rlightning.parallel.collectives import all_reduce, all_to_all_objects, gather_objects, global_rank, world_size
+from rlightning.parallel.collectives import all_to_all_objects, gather_objects, global_rank, world_size
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import RolloutBatch
-from rlightning.types.shared_prefixes import Prefixes, find_prefixes, share_prefixes
+from rlightning.types.shared_prefixes import Prefixes, find_prefixes
 
 Batch = TypeVar("Batch", bound=RolloutBatch)
 MIN_SHARED = 0.2
@@ -212,107 +207,6 @@ def assign_groups(costs: Sequence[float], minibatches: Sequence[Sequence[int]], 
             load[rank] += costs[group]
             total[rank] += costs[group]
     return rank_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """Splits a rank's sequences into micro-batches of about equal cost, and builds these micro-batches for a policy.
-
-    Attributes:
-        config: the policy's.
-        device: that computes the micro-batches.
-        dtype: of the policy's weights.
-        adapter_weights: number of an adapter's weights, the only trained ones then; 0 without an adapter.
-        shares_prefixes: whether a long prefix that sequences of a micro-batch share is computed once; None to do what
-            the batch's ``shares_prefixes`` says.
-    """
-
-    config: PreTrainedConfig
-    device: torch.device
-    dtype: torch.dtype
-    adapter_weights: int = 0
-    shares_prefixes: bool | None = False
-
-    def prefixes(self, batch: RolloutBatch) -> Prefixes:
-        """Return for each sequence of a batch on the CPU the length of the prefix that is computed only once for it and
-        others; 0 if none is.
-        """
-        is_shared = batch.shares_prefixes if self.shares_prefixes is None else self.shares_prefixes
-        return find_long_prefixes(batch) if is_shared else Prefixes.none(batch.num_sequences)
-
-    def saved_share(self, batch: RolloutBatch, max_tokens: int) -> float:
-        """Return the share of all ranks' tokens that shared prefixes save. Every rank must call it.
-
-        Only prefixes that sequences of a group share are counted, up to the tokens of a micro-batch: which groups are
-        on the same rank does not change the result.
-
-        Args:
-            batch: this rank's whole groups, on the CPU.
-            max_tokens: maximum tokens of a micro-batch.
-        """
-        prefixes = find_long_prefixes(batch, batch.group_ids[batch.trajectory_ids].tolist())
-        self._join(batch, prefixes, max_tokens)
-        counts = torch.tensor([int(prefixes.lengths.sum()), batch.num_tokens])
-        saved, total = all_reduce(counts, name="lengths of shared prefixes").tolist()
-        return float(saved / max(total, 1))
-
-    def costs(self, batch: RolloutBatch) -> Tensor:
-        """Return the floating point operations of forward and backward over each sequence: [N].
-
-        A long prefix that several sequences share counts for one of them.
-        """
-        return self._flops(batch, self.prefixes(batch))
-
-    def split(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
-        """Split a batch into micro-batches of about equal cost, and return the sequence indices of each. Every rank
-        must call it.
-
-        Sequences with a long common prefix stay together. The number of micro-batches is the same on every rank, since
-        a sharded model gathers its weights in each pass; some may be empty.
-        """
-        prefixes = self.prefixes(batch)
-        families, tokens = self._join(batch, prefixes, max_tokens)
-        flops = self._flops(batch, prefixes).tolist()
-        split = partial(split_microbatches, tokens, max_tokens, costs=[sum(flops[n] for n in one) for one in families])
-        parts = split()
-        number = int(all_reduce(torch.tensor(len(parts)), "max"))
-        if number > len(parts):
-            spread = split(at_least=number)
-            parts = spread if len(spread) <= number else parts
-        joined = [sorted(n for family in part for n in families[family]) for part in parts]
-        return joined + [[]] * (number - len(parts))
-
-    def microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
-        """Return the given sequences of a batch on the device as a micro-batch; a padding batch that adds no loss if
-        none are given.
-        """
-        if not sequences:
-            return batch.padding().to(self.device)
-        chosen = batch.select(sequences, "N")
-        microbatch, prefixes = chosen.to(self.device), self.prefixes(chosen)
-        if prefixes.lengths.any():
-            microbatch.shared = share_prefixes(chosen.cu_seqlens, prefixes).to(self.device)
-        return microbatch
-
-    def _join(self, batch: RolloutBatch, prefixes: Prefixes, max_tokens: int) -> tuple[list[list[int]], list[float]]:
-        """Return families and their effective tokens (:func:`join_families`), and set the prefix length of the first of
-        each family, which computes the prefix, to 0.
-        """
-        share = path_share(self.config, copies_all=self._copies_keys())
-        families, tokens = join_families(prefixes, batch.lengths.tolist(), max_tokens, share)
-        prefixes.lengths[[family[0] for family in families]] = 0
-        return families, tokens
-
-    def _copies_keys(self) -> bool:
-        """Return whether attention over shared prefixes copies keys and values, for want of a packed kernel."""
-        kind = self.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
-        return varlen_obstacle(self.device, dtype, head_size(self.config)) is not None
-
-    def _flops(self, batch: RolloutBatch, prefixes: Prefixes) -> Tensor:
-        count = partial(sequence_flops, self.config, adapter_weights=self.adapter_weights)
-        shared = torch.from_numpy(prefixes.lengths)
-        return count(batch.lengths, batch.sampled_lengths) - count(shared, torch.zeros_like(shared))
 
 
 def find_long_prefixes(batch: RolloutBatch, groups: Sequence[int] | None = None) -> Prefixes:

@@ -102,9 +102,7 @@ class EvaluationSteps(UpdateModule):
         """Reset the counts of failed rewards and of sampled trajectories."""
         self.validation_failures, self.validation_samples = {}, Counter()
 
-    def on_test_epoch_start(self) -> None:
-        """Reset the counts of failed rewards and of sampled trajectories."""
-        self.on_validation_epoch_start()
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         """Log the number of rollout steps, the loggers' x-axis; raise an error if a set could not be evaluated.
@@ -127,9 +125,7 @@ class EvaluationSteps(UpdateModule):
                 count.check(num_failed, num_scored)
         self.log("step", float(self.trainer.global_step))
 
-    def on_test_epoch_end(self) -> None:
-        """Log the number of rollout steps and check the results, as :meth:`on_validation_epoch_end` does."""
-        self.on_validation_epoch_end()
+    on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Trajectory]]]:
         """Return each prompt with ``samples_per_prompt`` trajectories, with the settings of the section ``rollout``."""

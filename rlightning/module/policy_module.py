@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from fractions import Fraction
@@ -28,22 +28,21 @@ from rlightning.models.adapter import LoRA, check_adapter_precision, check_paral
 from rlightning.models.adapter_layers import (
     adapter_off,
     adapter_parameters,
+    loaded_digest,
     merged_forward,
     merged_weights,
     perturbed_adapter,
 )
-from rlightning.models.architecture import can_share_prefixes
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.layers import Checkpointing, compile_layers, should_compile
 from rlightning.models.policy import load_whole_policy
 from rlightning.models.rotary import use_exact_angles
 from rlightning.module import adapter_checkpoints
-from rlightning.module.batching import MIN_SAVED_SHARE, Packing
 from rlightning.module.former_methods import warn_of_former_methods
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers
 from rlightning.module.overrides import is_own
-from rlightning.module.ranks import Ranks
+from rlightning.module.packing import Packing
 from rlightning.module.roles import ACTOR, ModelRole, check_roles, make_optimizers
 from rlightning.module.saved_module import SavedModule
 from rlightning.optim import OptimizerStates
@@ -62,7 +61,7 @@ OPTIMIZER_KEYS = tuple(field.name for field in fields(AdamWSettings))
 """The arguments of a module that configure the actor's optimizer."""
 
 
-class PolicyModule(Ranks, SavedModule):
+class PolicyModule(Packing, SavedModule):
     """Loads and optimizes the actor, exports its weights, and computes its log-probabilities.
 
     The configuration and the tokenizer are read immediately, which finds mistakes early; the weights are loaded in
@@ -131,10 +130,10 @@ class PolicyModule(Ranks, SavedModule):
         self.adapter = None if adapter is None else resolve_adapter(adapter, model, self.model_config)
         self.stored_dtype: torch.dtype | str | None = self.model_config.dtype  # set after construction, from a file
         self.gradient_checkpointing, self.compiles_layers = gradient_checkpointing, compile
-        self.share_prefixes: bool | Literal["auto"] = share_prefixes
+        self.share_prefixes = share_prefixes
         self.sends_adapter = self.keeps_logits = False
         self.roles: dict[str, ModelRole] = {}
-        self.actor: PreTrainedModel | None = None
+        self.actor = None
 
     def configure_roles(self) -> dict[str, ModelRole]:
         """Return the run's models by role name; an override extends the result of ``super()``.
@@ -270,11 +269,14 @@ class PolicyModule(Ranks, SavedModule):
         check_finite(self.named_parameters(), "No checkpoint is saved")
         super().on_save_checkpoint(checkpoint)
         if self.adapter is not None:
-            checkpoint[adapter_checkpoints.KEY] = adapter_checkpoints.describe_base(self.adapter, self.model_path)
+            digest = loaded_digest(self.loaded_actor, self.model_path)
+            checkpoint[adapter_checkpoints.KEY] = adapter_checkpoints.describe_base(self.adapter, digest)
 
     def on_load_checkpoint(self, checkpoint: StateDict) -> None:
         """Raise a ConfigError for a checkpoint with another adapter or another base model."""
-        adapter_checkpoints.check_resumed(checkpoint.get(adapter_checkpoints.KEY), self.adapter, self.model_path)
+        saved, model = checkpoint.get(adapter_checkpoints.KEY), self.model_path
+        digest = "" if self.adapter is None else loaded_digest(self.loaded_actor, model)
+        adapter_checkpoints.check_resumed(saved, self.adapter, model, digest)
         super().on_load_checkpoint(checkpoint)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -401,54 +403,6 @@ class PolicyModule(Ranks, SavedModule):
         parts = torch.split(torch.cat(computed).float().cpu(), batch.lengths[order].tolist())
         by_sequence = dict(zip(order, parts, strict=True))
         return torch.cat([torch.zeros(0, dtype=torch.float32), *(by_sequence[n] for n in range(batch.num_sequences))])
-
-    def to_microbatch(self, batch: RolloutBatch, sequences: Sequence[int]) -> RolloutBatch:
-        """Return the given sequences of a batch on this rank's device; if none are given, a padding batch that adds no
-        loss.
-
-        If the batch shares prefixes (:meth:`decide_sharing`), long common ones are computed once.
-        """
-        return self.packing.microbatch(batch, sequences)
-
-    def split_microbatches(self, batch: RolloutBatch, max_tokens: int) -> list[list[int]]:
-        """Split a batch into micro-batches of about equal cost, and return the sequence indices of each. Every rank
-        must call it, and gets the same number, of which some may be empty.
-        """
-        return self.packing.split(batch, max_tokens)
-
-    def costs(self, batch: RolloutBatch) -> Tensor:
-        """Return the floating point operations of forward and backward over each sequence: [N].
-
-        A long prefix that several sequences share is counted for only one of them.
-        """
-        return self.packing.costs(batch)
-
-    def decide_sharing(self, batch: RolloutBatch, max_tokens: int) -> bool:
-        """Return whether long common prefixes of a rollout's sequences are computed once. Every rank must call it, and
-        gets the same result.
-
-        Args:
-            batch: this rank's whole groups, on the CPU.
-            max_tokens: maximum tokens of a micro-batch.
-        """
-        if self.share_prefixes != "auto":
-            return self.share_prefixes and self._can_share
-        return self.packing.saved_share(batch, max_tokens) >= MIN_SAVED_SHARE and self._can_share
-
-    @property
-    def packing(self) -> Packing:
-        """The object that splits the actor's sequences into micro-batches, and builds these."""
-        return Packing(
-            config=self.model_config,
-            device=self.device,
-            dtype=torch.get_default_dtype() if self.actor is None else self.actor.dtype,
-            adapter_weights=0 if self.adapter is None else self.adapter.num_parameters,
-            shares_prefixes=None if self.share_prefixes == "auto" else self.share_prefixes and self._can_share,
-        )
-
-    @property
-    def _can_share(self) -> bool:
-        return can_share_prefixes(self.model_config, self.device.type)
 
     @property
     def loaded_actor(self) -> PreTrainedModel:

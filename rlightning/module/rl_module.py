@@ -233,10 +233,10 @@ class RLModule(EvaluationSteps):
         if batch is None:
             metrics = self.skip_update()
         else:
-            batch = self.leave_out_skippable(self.estimate_advantages(self.balance(batch)))
-            before = None if batch.advantages is None else batch.advantages.clone()
+            batch = self.rebalance(self.estimate_advantages(self.balance(batch)))
             fire(self.trainer, self, "on_update_start", batch)
-            self.skip_by_changed_advantages(batch, before)
+            # The callbacks may have changed advantages, or terms of the loss.
+            batch.is_skipped = self.skippable_sequences(batch)
             metrics = self.update(batch)
         self.weight_version += 1
         if batch is not None:

@@ -79,7 +79,7 @@ class UpdateModule(PolicyModule):
         rollout_correction: importance weights of tokens for the difference between sampler and trainer; "auto" for
             truncated importance sampling if tokens may be stale (``rollout.max_staleness``), otherwise none.
         proximal_policy: whether log-probabilities before a rollout's first update are "recomputed", by their own
-            forward pass, or "approximated" (:func:`~rlightning.objectives.proximal.approximate_proximal`). With a
+            forward pass, or "approximated" (:func:`~rlightning.objectives.corrections.approximate_proximal`). With a
             single optimizer step for each rollout, they are taken from the update's forward pass.
         reference_model: model for ``kl_coef``; None for ``model``, or with an adapter the actor without it.
         kwargs: arguments of :class:`~rlightning.module.policy_module.PolicyModule`.
@@ -204,9 +204,9 @@ class UpdateModule(PolicyModule):
                 self.active_correction.bounds[1],
             )
 
-    def leave_out_skippable(self, batch: RolloutBatch) -> RolloutBatch:
-        """Set ``batch.is_skipped`` for sequences without a gradient, and exchange groups between ranks to balance the
-        cost of the others. Every rank must call it.
+    def rebalance(self, batch: RolloutBatch) -> RolloutBatch:
+        """Exchange groups between ranks to balance the cost of the sequences that have a gradient. Every rank must call
+        it.
 
         Args:
             batch: a batch with advantages, on the CPU.
@@ -214,28 +214,15 @@ class UpdateModule(PolicyModule):
         Returns:
             This rank's part of the batch after the exchange.
         """
-        batch.is_skipped = self.skippable_sequences(batch)
+        if self.data_parallel_size == 1:
+            return batch
         return rebalance(
             batch,
-            self.costs(batch).masked_fill(batch.is_skipped, 0.0),
+            self.costs(batch).masked_fill(self.skippable_sequences(batch), 0.0),
             num_minibatches=self.plan.updates_per_rollout,
             seed=minibatch_seed(self.weight_version),
             tensor_parallel_size=self.tensor_parallel_size,
         )
-
-    def skip_by_changed_advantages(self, batch: RolloutBatch, before: Tensor | None) -> None:
-        """Set ``batch.is_skipped`` anew if a callback has changed the advantages on any rank. Every rank must call it.
-
-        Groups stay on their ranks.
-
-        Args:
-            batch: after :meth:`leave_out_skippable`.
-            before: its advantages before the callbacks.
-        """
-        now = batch.advantages
-        is_changed = now is not None and (before is None or not torch.equal(now, before))
-        if self.all_max(torch.tensor(float(is_changed))):
-            batch.is_skipped = self.skippable_sequences(batch)
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """Run the rollout's optimizer steps, which count as one step of the Trainer, and return the update's metrics;
@@ -371,7 +358,7 @@ class UpdateModule(PolicyModule):
         if self.active_correction is None:
             return loss, metrics
         assert batch.old_logprobs is not None
-        weights, corrected = self.active_correction.weigh(
+        weights, corrected = self.active_correction.importance_weights(
             batch.old_logprobs, batch.rollout_logprobs, batch.is_sampled, batch.cu_seqlens
         )
         return loss * weights, metrics | corrected

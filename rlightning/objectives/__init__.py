@@ -27,17 +27,9 @@ from rlightning.objectives.components import (
     reinforce,
     sum_components,
 )
-from rlightning.objectives.corrections import RolloutCorrection
+from rlightning.objectives.corrections import RolloutCorrection, approximate_proximal
 from rlightning.objectives.kl import KLEstimator, estimate_kl, subtract_kl
-from rlightning.objectives.policy import (
-    capped_weight_loss,
-    clipped_loss,
-    reinforce_loss,
-    sequence_log_ratio,
-    soft_gate_loss,
-    token_log_ratio,
-)
-from rlightning.objectives.proximal import approximate_proximal
+from rlightning.objectives.policy import clipped_loss, sequence_log_ratio, token_log_ratio
 from rlightning.objectives.returns import Returns, TurnBaseline, Turns, find_signal
 from rlightning.objectives.zero_gradient import has_zero_gradient
 
@@ -57,7 +49,6 @@ __all__ = [
     "Turns",
     "aggregate",
     "approximate_proximal",
-    "capped_weight_loss",
     "check_names",
     "clipped_loss",
     "cross_entropy",
@@ -70,9 +61,7 @@ __all__ = [
     "leave_one_out",
     "overlong_penalty",
     "reinforce",
-    "reinforce_loss",
     "sequence_log_ratio",
-    "soft_gate_loss",
     "subtract_kl",
     "sum_components",
     "token_log_ratio",

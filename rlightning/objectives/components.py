@@ -11,20 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from rlightning.errors import ConfigError
 from rlightning.objectives.aggregation import Aggregation, aggregate
 from rlightning.objectives.kl import KLEstimator, estimate_kl
-from rlightning.objectives.policy import (
-    TokenLoss,
-    capped_weight_loss,
-    clipped_loss,
-    reinforce_loss,
-    sequence_log_ratio,
-    soft_gate_loss,
-    token_log_ratio,
-)
+from rlightning.objectives.policy import TokenLoss, clipped_loss, sequence_log_ratio, token_log_ratio
 from rlightning.types import RolloutBatch
 
 
@@ -158,11 +151,16 @@ class ClippedSurrogate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CappedWeight:
-    """CISPO's loss: REINFORCE with a detached weight, each token's clipped ratio
-    (:func:`~rlightning.objectives.capped_weight_loss`).
+    """REINFORCE with a detached, clipped importance weight (CISPO, arXiv:2506.13585, eqs. 4 and 5).
+
+    ``-sg(clip(r, min_ratio, max_ratio)) A log pi``: every token has a gradient, only its weight is bounded.
+
+    Both bounds are absolute values of the ratio. The paper writes the upper one as ``1 + eps_high``, ScaleRL
+    (arXiv:2510.13786) as an absolute cap, and code bases call either "epsilon": ``max_ratio`` = 5 here is an
+    ``eps_high`` of 4 there. ``min_ratio`` = 0 is the paper's "no lower bound".
 
     Attributes:
-        max_ratio: the largest weight, as an absolute value of the ratio.
+        max_ratio: the largest weight.
         min_ratio: the smallest weight.
     """
 
@@ -178,22 +176,23 @@ class CappedWeight:
             )
 
     def __call__(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-        """Return [T] losses, and the shares of tokens whose weight each bound clipped."""
+        """Return [T] float32 losses, and ``clip_low`` and ``clip_high``: 1 if this bound clips the weight."""
         assert batch.old_logprobs is not None and batch.advantages is not None
-        log_ratio = token_log_ratio(logprobs, batch.old_logprobs)
-        return capped_weight_loss(
-            logprobs, log_ratio, batch.advantages, max_ratio=self.max_ratio, min_ratio=self.min_ratio
-        )
+        ratio = token_log_ratio(logprobs, batch.old_logprobs).detach().exp()
+        loss = -ratio.clamp(self.min_ratio, self.max_ratio) * batch.advantages.float() * logprobs.float()
+        return loss, {"clip_low": (ratio < self.min_ratio).float(), "clip_high": (ratio > self.max_ratio).float()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftGate:
-    """SAPO's loss: a sigmoid gate of each token's ratio in place of a clip
-    (:func:`~rlightning.objectives.soft_gate_loss`).
+    """A loss with a sigmoid gate in place of the clip (SAPO, arXiv:2511.20347, eqs. 5 and 6).
+
+    ``-4 / tau * sigmoid(tau (r - 1)) A``, where tau depends on the advantage's sign. The gradient's weight is ``4 p (1
+    - p) r`` with ``p = sigmoid(tau (r - 1))``: 1 on policy, and decaying smoothly on both sides.
 
     Attributes:
-        temperature_positive: how fast the gradient of tokens with a positive advantage decays as the ratio leaves 1.
-        temperature_negative: the same for other tokens.
+        temperature_positive: tau where the advantage is positive.
+        temperature_negative: tau otherwise; a larger one decays faster.
     """
 
     temperature_positive: float
@@ -206,20 +205,19 @@ class SoftGate:
                 raise ConfigError(f"{name}={temperature} must be above 0.")
 
     def __call__(self, logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-        """Return [T] losses, and each token's gate value as a metric."""
+        """Return [T] float32 losses, and ``gate``: ``4 p (1 - p)``."""
         assert batch.old_logprobs is not None and batch.advantages is not None
-        return soft_gate_loss(
-            token_log_ratio(logprobs, batch.old_logprobs),
-            batch.advantages,
-            temperature_positive=self.temperature_positive,
-            temperature_negative=self.temperature_negative,
-        )
+        advantages = batch.advantages.float()
+        negative, positive = self.temperature_negative, self.temperature_positive
+        temperature = torch.full_like(advantages, negative).masked_fill(advantages > 0, positive)
+        gate = torch.sigmoid(temperature * (token_log_ratio(logprobs, batch.old_logprobs).exp() - 1))
+        return -4 / temperature * gate * advantages, {"gate": (4 * gate * (1 - gate)).detach()}
 
 
 def reinforce(logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:
-    """Return each token's policy gradient loss without a ratio: [T]; valid only on-policy: one update a rollout."""
+    """Return ``-A log pi``, the plain policy gradient: [T] float32; unbiased only on-policy: one update a rollout."""
     assert batch.advantages is not None
-    return reinforce_loss(logprobs, batch.advantages)
+    return -batch.advantages.float() * logprobs.float(), {}
 
 
 def cross_entropy(logprobs: Tensor, batch: RolloutBatch) -> TokenLoss:

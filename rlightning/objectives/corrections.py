@@ -1,7 +1,8 @@
-"""Corrects the mismatch between sampler and trainer by importance weights from the sampler's log-probabilities.
+"""Corrects for data that is off-policy: importance weights, and decoupled PPO's proximal policy.
 
 Even with equal weights the engine's kernels compute log-probabilities that differ from the trainer's, and with stale
-weights they differ more. Both make the data off-policy, which the policy loss's own ratio does not account for.
+weights they differ more. Both make the data off-policy, which the policy loss's own ratio does not account for. That
+ratio is relative to the proximal policy, the one before the update.
 """
 
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class RolloutCorrection:
         lower, upper = _DEFAULT_BOUNDS[self.kind]
         return (lower if self.lower is None else self.lower, upper if self.upper is None else self.upper)
 
-    def weigh(
+    def importance_weights(
         self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the importance weight of each token, which multiplies its policy loss.
@@ -96,3 +97,27 @@ class RolloutCorrection:
         weights = ratio.clamp(lower, upper) if self.kind == "truncate" else torch.where(outside, 0, ratio)
         weights = torch.where(mask, weights, 1)
         return weights, {"correction_weight": weights, "correction_out_of_bounds": outside.float()}
+
+
+def approximate_proximal(logprobs: Tensor, rollout_logprobs: Tensor, staleness: Tensor, progress: float) -> Tensor:
+    """Return approximate log-probabilities of tokens under the policy before this update, without a forward pass.
+
+    Log-probabilities are interpolated linearly between the sampler, ``staleness`` updates before, and the current
+    policy, which is ``progress`` of an update newer (A-3PO, arXiv:2512.06547, with versions in fractions of an update):
+    ``log p = log sampler + staleness / (staleness + progress) * (log now - log sampler)``. This is exact before the
+    first optimizer step, and for tokens that are not stale.
+
+    Args:
+        logprobs: [T], of the current policy; no gradient flows through these.
+        rollout_logprobs: [T], of the sampler.
+        staleness: [T], number of updates between the sampler's weights and those before this update.
+        progress: share of the update's optimizer steps that have been taken, at least 0 and below 1.
+
+    Returns:
+        [T] float32.
+    """
+    now = logprobs.detach().float()
+    if progress == 0:
+        return now
+    share = staleness.clamp(min=0).float()
+    return torch.lerp(rollout_logprobs.float(), now, share / (share + progress))

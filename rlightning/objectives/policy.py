@@ -1,7 +1,7 @@
-"""Policy losses for each token, without masking or aggregation.
+"""PPO's clipped loss for each token, without masking or aggregation.
 
 The ratio may be that of a token or a sequence: compute a log-ratio with :func:`token_log_ratio` or
-:func:`sequence_log_ratio`, and pass it to the loss. Losses also return detached per-token values for the metrics.
+:func:`sequence_log_ratio`, and pass it to the loss, which also returns detached per-token values for the metrics.
 """
 
 import torch
@@ -71,65 +71,3 @@ def clipped_loss(
     below = (ratio < 1 - clip_low) & (advantages < 0)
     above = (ratio > 1 + clip_high) & (advantages > 0)
     return loss, {"clip_low": below.float(), "clip_high": above.float()}
-
-
-def capped_weight_loss(
-    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, *, max_ratio: float, min_ratio: float = 0.0
-) -> TokenLoss:
-    """Return REINFORCE with a detached, clipped importance weight (CISPO, arXiv:2506.13585, eqs. 4 and 5).
-
-    ``-sg(clip(r, min_ratio, max_ratio)) A log pi``: every token has a gradient, only its weight is bounded.
-
-    Both bounds are absolute values of the ratio. The paper writes the upper one as ``1 + eps_high``, ScaleRL
-    (arXiv:2510.13786) as an absolute cap, and code bases call either "epsilon": ``max_ratio`` = 5 here is an
-    ``eps_high`` of 4 there. ``min_ratio`` = 0 is the paper's "no lower bound".
-
-    Args:
-        logprobs: [T]; the gradient flows through these.
-        log_ratio: [T].
-        advantages: [T].
-        max_ratio: the largest weight.
-        min_ratio: the smallest weight.
-
-    Returns:
-        [T] float32 loss, and ``clip_high`` (and ``clip_low``): 1 if this bound clips the weight.
-    """
-    ratio = log_ratio.detach().float().exp()
-    loss = -ratio.clamp(min_ratio, max_ratio) * advantages.float() * logprobs.float()
-    return loss, {"clip_low": (ratio < min_ratio).float(), "clip_high": (ratio > max_ratio).float()}
-
-
-def soft_gate_loss(
-    log_ratio: Tensor, advantages: Tensor, *, temperature_positive: float, temperature_negative: float
-) -> TokenLoss:
-    """Return a loss with a sigmoid gate in place of the clip (SAPO, arXiv:2511.20347, eqs. 5 and 6).
-
-    ``-4 / tau * sigmoid(tau (r - 1)) A``, where tau depends on the advantage's sign. The gradient's weight is ``4 p (1
-    - p) r`` with ``p = sigmoid(tau (r - 1))``: 1 on policy, and decaying smoothly on both sides.
-
-    Args:
-        log_ratio: [T].
-        advantages: [T].
-        temperature_positive: tau where the advantage is positive.
-        temperature_negative: tau otherwise; a larger one decays faster.
-
-    Returns:
-        [T] float32 loss, and ``gate``: ``4 p (1 - p)``.
-    """
-    advantages = advantages.float()
-    temperature = torch.full_like(advantages, temperature_negative).masked_fill(advantages > 0, temperature_positive)
-    gate = torch.sigmoid(temperature * (log_ratio.float().exp() - 1))
-    return -4 / temperature * gate * advantages, {"gate": (4 * gate * (1 - gate)).detach()}
-
-
-def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> TokenLoss:
-    """Return ``-A log pi``, the plain policy gradient, which is unbiased only for samples of the current policy.
-
-    Args:
-        logprobs: [T].
-        advantages: [T].
-
-    Returns:
-        [T] float32 loss, and no metrics.
-    """
-    return -advantages.float() * logprobs.float(), {}

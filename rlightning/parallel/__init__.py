@@ -4,8 +4,9 @@
 access: other modules of this package do not need Lightning and transformers.
 """
 
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING
+
+from rlightning.lazy import lazy_import
 
 if TYPE_CHECKING:
     from rlightning.parallel.fsdp import FSDP
@@ -13,10 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["DDP", "FSDP"]
 
-_FILES = {"DDP": "strategy", "FSDP": "fsdp"}
-
-
-def __getattr__(name: str) -> object:
-    if name in _FILES:
-        return resolve_name(f"{__name__}.{_FILES[name]}.{name}")
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+__getattr__ = lazy_import(__name__, {"DDP": "strategy", "FSDP": "fsdp"})

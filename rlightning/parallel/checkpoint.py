@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -40,10 +40,9 @@ from rlightning.parallel.saved_weights import (
     shapes_of,
 )
 from rlightning.parallel.sharding import local_tensor
-from rlightning.protocols import StateDict
+from rlightning.protocols import StateDict, has
 
 
-@runtime_checkable
 class StateOnHost(Protocol):
     """An optimizer with a flag ``is_state_on_host``: if True, a checkpoint's optimizer state is read to host memory."""
 
@@ -141,7 +140,7 @@ class ShardedCheckpoints(LoadsByItself, ParallelStrategy):
         parameters = dict(self.lightning_module.named_parameters())
         states = checkpoint.pop("optimizer_states", [])
         for number, (optimizer, named) in enumerate(zip(self.optimizers, states, strict=False)):
-            is_on_host = isinstance(optimizer, StateOnHost) and optimizer.is_state_on_host
+            is_on_host = has(optimizer, StateOnHost) and optimizer.is_state_on_host
             state = read_optimizer(path, stored, number, named, parameters, is_on_host=is_on_host)
             check_optimizer_state(state, optimizer)
             optimizer.load_state_dict(state)

@@ -6,7 +6,7 @@ same functions in the same order: each begins with a barrier, whose error contai
 
 import pickle
 from collections.abc import Mapping
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor
 from rlightning.parallel.barrier import barrier
 from rlightning.parallel.cpu_group import cpu_group
 from rlightning.parallel.execution_mode import HasWorldSize
+from rlightning.protocols import has
 
 T = TypeVar("T")
 OPS = {
@@ -92,7 +93,6 @@ def all_to_all_objects(objects_by_rank: Mapping[int, T], *, name: str) -> dict[i
     return dict(sorted(received.items()))
 
 
-@runtime_checkable
 class HasRank(Protocol):
     """A training loop with this process's rank as ``global_rank``, such as Lightning's Trainer; None if unknown."""
 
@@ -101,13 +101,13 @@ class HasRank(Protocol):
 
 def rank_in(loop: object) -> int:
     """Return the rank of this process: ``loop.global_rank``, else that of torch.distributed, else 0."""
-    if isinstance(loop, HasRank) and loop.global_rank is not None:
+    if has(loop, HasRank) and loop.global_rank is not None:
         return loop.global_rank
     return global_rank()
 
 
 def num_ranks_in(loop: object) -> int:
     """Return the number of ranks: ``loop.world_size``, else that of torch.distributed, else 1."""
-    if isinstance(loop, HasWorldSize) and loop.world_size is not None:
+    if has(loop, HasWorldSize) and loop.world_size is not None:
         return loop.world_size
     return world_size()

@@ -105,13 +105,3 @@ def cpu_group() -> dist.ProcessGroup | None:
     if shared.group is None:
         shared.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_timeout_seconds))
     return shared.group
-
-
-def leave_groups() -> None:
-    """Destroy all process groups at the end of a run, before the interpreter shuts down.
-
-    A thread of gloo that releases its last tensor after the interpreter's end aborts the process
-    (https://github.com/pytorch/pytorch/issues/190489).
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()

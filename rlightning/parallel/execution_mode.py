@@ -7,7 +7,7 @@ The mode is resolved once (:func:`resolve_execution_mode`) and never changes. Al
 import os
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol
 
 from rlightning.errors import ConfigError
 from rlightning.protocols import HasRootDevice, has
@@ -37,7 +37,6 @@ class Launch(NamedTuple):
     world_size: int
 
 
-@runtime_checkable
 class DeclaresMode(Protocol):
     """A strategy whose ``execution_mode`` says what its processes are: "spmd" (equal ranks), "controller" or "worker".
 
@@ -47,14 +46,12 @@ class DeclaresMode(Protocol):
     execution_mode: str
 
 
-@runtime_checkable
 class HasController(Protocol):
     """A strategy with the name or address of its processes' controller as ``controller``; None if it has none."""
 
     controller: str | None
 
 
-@runtime_checkable
 class HasWorldSize(Protocol):
     """A strategy or a training loop with its number of processes as ``world_size``; None if unknown."""
 
@@ -103,10 +100,10 @@ def check_execution_mode(
     device = strategy.root_device if has(strategy, HasRootDevice) else None
     mode = decide(
         requested,
-        declared=_parse(strategy.execution_mode) if isinstance(strategy, DeclaresMode) else None,
+        declared=_parse(strategy.execution_mode) if has(strategy, DeclaresMode) else None,
         accelerator="cpu" if device is None else str(device).partition(":")[0],
         launch=_find_launch(strategy),
-        controller=controller or (strategy.controller if isinstance(strategy, HasController) else None),
+        controller=controller or (strategy.controller if has(strategy, HasController) else None),
     )
     if _resolved not in (None, mode):
         raise ConfigError(
@@ -185,7 +182,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch | None:
 def _find_launch(strategy: object) -> Launch | None:
     """Return the launcher of this process; Lightning's if no other is found but several ranks run; else None."""
     launch = read_launch(os.environ)
-    world_size = (strategy.world_size if isinstance(strategy, HasWorldSize) else None) or 1
+    world_size = (strategy.world_size if has(strategy, HasWorldSize) else None) or 1
     # Lightning's own launcher sets WORLD_SIZE, too.
     return Launch(OWN, world_size) if world_size > 1 and (launch is None or launch.launcher == UNNAMED) else launch
 

@@ -13,7 +13,6 @@ The calls use :mod:`rlightning.rpc`. A connection that ends before its rank has 
 """
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -22,8 +21,8 @@ from dataclasses import asdict
 from rlightning import intervals
 from rlightning.parallel.rank_failure import Failure
 from rlightning.python_values import JsonObject
-from rlightning.rpc import ConnectionLostError, Peer, RPCError, Server, connect, make_url, new_key
-from rlightning.rpc.peer import Method
+from rlightning.rpc import Peer, RPCError, Server, connect, make_url, new_key
+from rlightning.rpc.peer import Method, ignore_lost
 from rlightning.rpc.server import MAX_UNAUTHENTICATED
 
 NO_TIMEOUT = float("inf")
@@ -176,14 +175,9 @@ class FailureServer:
         """Call a method of some ranks without waiting, even if the caller's own connection ends meanwhile."""
         for rank in ranks:
             if rank in self._peers:
-                task = asyncio.ensure_future(_notify(self._peers[rank], method, argument))
+                task = asyncio.ensure_future(ignore_lost(self._peers[rank].notify(method, argument)))
                 self._sending.add(task)
                 task.add_done_callback(self._sending.discard)
-
-
-async def _notify(peer: Peer, method: str, argument: object) -> None:
-    with contextlib.suppress(ConnectionLostError):  # the server detects the loss anyway
-        await peer.notify(method, argument)
 
 
 async def connect_rank(addresses: Iterable[str], port: int, key: bytes, methods: Mapping[str, Method]) -> Peer:

@@ -21,10 +21,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+import torch.distributed as dist
+
 from rlightning import intervals
 from rlightning.error_report import INTERRUPTED, show_error
 from rlightning.parallel.barrier import BarrierError, barrier, report_arrivals, write_failure
-from rlightning.parallel.cpu_group import Connection, barrier_timeout, connection, leave_groups
+from rlightning.parallel.cpu_group import Connection, barrier_timeout, connection
 from rlightning.parallel.failure_server import FailureServer, connect_rank
 from rlightning.parallel.hang_watch import HangWatch
 from rlightning.parallel.rank_failure import DISCONNECTED, Failure, is_failure, is_of_collective
@@ -361,8 +363,9 @@ class FailureWatch:
         except PeerFailure as failure:
             self._end_children()
             exit_now(failure.code)
-        if not self._is_fatal and not self.keeps_groups:
-            leave_groups()
+        if not self._is_fatal and not self.keeps_groups and dist.is_initialized():
+            # A thread of gloo that releases its last tensor after the interpreter's end aborts the process.
+            dist.destroy_process_group()  # https://github.com/pytorch/pytorch/issues/190489
         self._end_children()
 
     def _end_failed(self) -> None:

@@ -3,10 +3,10 @@
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 
 
@@ -48,7 +48,8 @@ class Position:
 
 def find_position(thread: int) -> Position:
     """Return what a thread of this process executes; ``thread`` is its ``threading.get_ident()``."""
-    frames = list(_walk(sys._current_frames().get(thread)))  # the innermost first
+    innermost = sys._current_frames().get(thread)
+    frames = [] if innermost is None else [frame for frame, _ in walk_stack(innermost)]
     shown = [frame for frame in frames if not _is_library(frame)] or frames[:1]
     if not shown:
         return Position("at its end", False, "", 0)
@@ -59,12 +60,6 @@ def find_position(thread: int) -> Position:
         stack="\n".join(f"  {_place(frame)} in {frame.f_code.co_qualname}" for frame in reversed(shown[:NUM_SHOWN])),
         key=hash(tuple((frame.f_code, frame.f_lasti) for frame in outer)),
     )
-
-
-def _walk(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_library(frame: FrameType) -> bool:

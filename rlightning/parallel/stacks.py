@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rlightning import intervals
@@ -79,15 +80,10 @@ class StackRecorder(threading.Thread):
         """
         here = f"{name or f'{self.process_name}, process {os.getpid()}'} on {socket.gethostname()}"
         section = f"=== {here}, {time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}\n{text.rstrip()}\n\n"
-        try:
+        with suppress(OSError):  # it only observes, and the process ends soon
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                os.write(file, section.encode(errors="replace"))
-            finally:
-                os.close(file)
-        except OSError:
-            return  # it only observes, and the process ends soon
+            with self.path.open("ab", buffering=0) as file:  # so that a section is one write
+                file.write(section.encode(errors="replace"))
 
     def _take_raw(self) -> str:
         """Return the output of ``faulthandler`` since the last call."""

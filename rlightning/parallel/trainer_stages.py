@@ -1,6 +1,6 @@
 """Changes to stages of Lightning's Trainer: data preparation, validation within a fit, exceptions in an evaluation."""
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -12,7 +12,6 @@ from rlightning.lightning_internals import replace_prepare_data, restore_module_
 from rlightning.parallel.barrier import barrier
 
 
-@runtime_checkable
 class ValidatesFirst(Protocol):
     """A module with a setting, ``validate_first``: whether a validation runs before the first training step."""
 

@@ -5,6 +5,7 @@ Worker processes import this package too, so that torch is imported only in :met
 
 from typing import TYPE_CHECKING
 
+from rlightning.lazy import lazy_import
 from rlightning.rewards.config import Reward, RewardFunction
 from rlightning.rewards.functions import exact_match, length_penalty, regex_format
 from rlightning.rewards.references import answer_checker
@@ -27,11 +28,5 @@ __all__ = [
     "regex_format",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Import ``numeric_answer`` when it is first accessed: importing sympy and its parsers is slow."""
-    if name == "numeric_answer":
-        from rlightning.rewards.numeric import numeric_answer
-
-        return numeric_answer
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+# Importing sympy and its parsers is slow.
+__getattr__ = lazy_import(__name__, {"numeric_answer": "numeric"})

@@ -6,7 +6,6 @@ import inspect
 import json
 import keyword
 import math
-import os
 import random
 import re
 import string
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from rlightning.config.argument_checks import CheckedArguments
+from rlightning.config.secret_arguments import read_key
 from rlightning.errors import ConfigError, check_rules
-from rlightning.foreign_text import cut_line, cut_value, hide
+from rlightning.foreign_text import cut_line, cut_value
 from rlightning.rewards.answer_cache import AnswerCache
 from rlightning.rewards.event_loop import MAX_CONCURRENT
 
@@ -278,16 +278,11 @@ class Judge(CheckedArguments):
             ConfigError: the variable is not set.
         """
         name = self.api_key_variable
-        if name is None:
-            return None
-        key = os.environ.get(name)
-        if not key:
-            raise ConfigError(
-                f"Judge: the environment variable {name}, which api_key_variable names, is not set. Set it to the "
-                f"key: export {name}=..."
-            )
-        hide({key: f"${{ENV:{name}}}"})
-        return key
+        return read_key(
+            name,
+            f"Judge: the environment variable {name}, which api_key_variable names, is not set. Set it to the key: "
+            f"export {name}=...",
+        )
 
 
 def read_fields(rubric: str) -> Iterator[str]:

@@ -275,9 +275,13 @@ class Verification:
         self.canary = Canary(module.tokenizer, max_length, dtype, device, self.tolerance) if self.every else None
 
     def needs_proof(self, module: SampledPolicy, engines: Sequence[VerifiedSampler]) -> bool:
-        """Return whether a living engine on any rank has passed no check yet that it applies the LoRA adapter.
+        """Return whether one of these engines of any rank has passed no check yet that it applies the LoRA adapter.
 
         False without verification or adapter. Every rank must call it.
+
+        Args:
+            module: the module of :meth:`begin_run`.
+            engines: this rank's engines that the next sync may send weights to.
         """
         if self.canary is None or adapter_of(module) is None:
             return False
@@ -288,7 +292,7 @@ class Verification:
 
         Args:
             module: the module of :meth:`begin_run`, with the weights that are about to be sent.
-            engines: this rank's engines.
+            engines: this rank's engines that this sync may send weights to.
             is_proof: whether the weights are a test adapter with a large effect, from which nothing is sampled.
 
         Returns:
@@ -296,7 +300,7 @@ class Verification:
         """
         if self.canary is None:
             return False
-        adapter_off = module.adapter_off if has(module, HasAdapter) and module.adapter is not None else None
+        adapter_off = module.adapter_off if has(module, HasAdapter) and adapter_of(module) is not None else None
         if is_proof:
             self.canary.evaluate(module.score, module.weight_version, adapter_off)
             self.canary.check_adapter_effect()

@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ class EngineConnection(ABC):
     Attributes:
         death: the error with which calls fail; None while the engine is alive.
         ready: future of the engine's facts, done when the engine is up.
-        ended: future of the error, done when the engine is dead and every call has failed.
+        ended: future of the error, done when the engine is dead and calls have had time to fail.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -148,7 +148,8 @@ class EngineConnection(ABC):
         self._terminate()
         if not self.ended.done():
             background_loop().loop.call_soon_threadsafe(self._leave)
-            self.ended.result()
+            if not wait([self.ended], timeout=intervals.LOOP_TIMEOUT).done:
+                log.warning("The connection to the engine did not end in %g s.", intervals.LOOP_TIMEOUT)
 
     def _begin(self) -> None:
         """Start to connect; called when a subclass's constructor is done."""
@@ -183,7 +184,7 @@ class EngineConnection(ABC):
             if self._peer is not None:
                 self._peer.abort("it has ended")
             if self._calls:
-                await asyncio.wait(list(self._calls))
+                await asyncio.wait(list(self._calls), timeout=intervals.CANCEL_GRACE)
         finally:
             self.ended.set_result(self.death)
 

@@ -27,7 +27,7 @@ from rlightning.rollout.engine_memory import EngineMemory, read_engine
 from rlightning.rollout.model_files import read_copies
 from rlightning.rollout.placement import check_group_size, free_devices
 from rlightning.rollout.sampler import MAX_SUPPORT, Sampling
-from rlightning.rollout.vllm.adapter_support import engine_arguments, find_obstacle, place_bytes, sent_bytes
+from rlightning.rollout.vllm.adapter_support import engine_arguments, find_obstacle, place_bytes
 from rlightning.rollout.vllm.arguments import COUNTS, check_given
 from rlightning.rollout.vllm.memory import check_kv_cache, kv_cache_setting
 from rlightning.rollout.vllm.settings import (
@@ -321,7 +321,7 @@ class EngineOptions:
             return engine
         itemsize = self.itemsize(device)
         places = self.num_engines * place_bytes(adapter, itemsize)
-        sent = self.num_engines * sent_bytes(adapter, itemsize)
+        sent = self.num_engines * itemsize * adapter.num_parameters  # a copy, kept even while the engine sleeps
         return replace(engine, weights=engine.weights + places, asleep=engine.asleep + sent)
 
     def itemsize(self, device: torch.device) -> int:

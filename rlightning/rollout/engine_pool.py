@@ -148,7 +148,8 @@ class EnginePool:
 
     async def _request(self, request: Callable[[EngineSampler], Awaitable[T]], load: int, session: str | None) -> T:
         while True:
-            await self._is_serving.wait()
+            while not self._is_serving.is_set():  # after a wait it may have been cleared again
+                await self._is_serving.wait()
             member = self._select(session)
             num_starts = member.num_starts
             member.load += load
@@ -157,7 +158,8 @@ class EnginePool:
                 return await request(member.engine)
             except EngineDiedError:
                 if member.num_starts == num_starts and member.is_serving:
-                    self._remove(member)
+                    self.remove({engine_id for engine_id, one in self.members.items() if one is member})
+                    self._on_death()
             finally:
                 member.load -= load
                 member.update_idle_time()
@@ -176,11 +178,3 @@ class EnginePool:
 
     def _least_loaded(self) -> PooledEngine:
         return min((one for one in self.members.values() if one.is_serving), key=lambda member: member.load)
-
-    def _remove(self, member: PooledEngine) -> None:
-        """Send no further requests to an engine that has died."""
-        member.is_serving = False
-        member.update_idle_time()
-        if not self.num_serving:
-            self._is_serving.clear()
-        self._on_death()

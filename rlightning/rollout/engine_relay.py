@@ -36,7 +36,7 @@ class EngineRelay:
         self._engines, self._num_requests = engines, 0
         listener = rpc.listen(host, 0)
         self.url = rpc.make_url(host, listener.getsockname()[1])
-        self._server = rpc.background_loop().run(self._start(listener, key))
+        self._server = rpc.background_loop().call(rpc.Server, listener, key, self._serve, max_clients=MAX_CONNECTIONS)
 
     def wait_until_idle(self) -> None:
         """Wait briefly until no request is being relayed: rank 0 has cancelled the requests that it does not need."""
@@ -47,9 +47,6 @@ class EngineRelay:
     def close(self) -> None:
         """Disconnect rank 0."""
         rpc.background_loop().run(self._server.close())
-
-    async def _start(self, listener: socket.socket, key: bytes) -> rpc.Server:
-        return rpc.Server(listener, key, self._serve, max_clients=MAX_CONNECTIONS)
 
     async def _serve(self, end: socket.socket, client: str) -> None:
         methods = {"request": self._request}

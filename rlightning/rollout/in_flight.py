@@ -14,7 +14,7 @@ step's, such as groups of another size in a resumed run, are requeued too.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
@@ -88,15 +88,16 @@ class InFlight:
 
     Attributes:
         num_stale: number of groups that were requeued as too stale since the last :meth:`pop_selected`.
+        num_added: number of groups that were added since the last :meth:`clear`; the number of the next one.
     """
 
     max_staleness: int
     num_stale: int = 0
+    num_added: int = 0
     _groups: list[Group] = field(default_factory=list)
     _finished: list[Group] = field(default_factory=list)
     _selected: list[Group] = field(default_factory=list)
     _at_step_start: list[Group] | None = None
-    _num_added: int = 0
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -124,8 +125,15 @@ class InFlight:
     def add(self, prompts: Iterable[tuple[Prompt, int]]) -> None:
         """Add prompts, each with the number of its random stream, as groups that wait to be sampled."""
         for prompt, stream in prompts:
-            self._groups.append(Group(prompt, stream, self._num_added))
-            self._num_added += 1
+            self._groups.append(Group(prompt, stream, self.num_added))
+            self.num_added += 1
+
+    def discard(self, numbers: Collection[int]) -> None:
+        """Remove the groups with these numbers, since a step that was interrupted adds its prompts again."""
+        self._groups, self._finished, self._selected = (
+            [group for group in groups if group.number not in numbers]
+            for groups in (self._groups, self._finished, self._selected)
+        )
 
     def finish(self, group: Group, trajectories: list[Trajectory]) -> None:
         """Move a group of which all trajectories have ended to the finished groups, from which training takes them."""
@@ -200,7 +208,9 @@ class InFlight:
         if num_spare >= 0 and (num_due == len(self.running) or num_spare >= MAX_SURPLUS_GROUPS * num_due):
             num_due = 0  # otherwise the engines, which run nothing else, or the trainer would wait too long
         places = max(num_groups - num_due - len(self._selected), 0)
-        self._finished.sort(key=lambda group: _first_version(group, weight_version))
+        self._finished.sort(
+            key=lambda group: weight_version if group.first_weight_version is None else group.first_weight_version
+        )
         selected, self._finished = self._finished[:places], self._finished[places:]
         self._selected += selected
         return selected
@@ -239,7 +249,7 @@ class InFlight:
     def clear(self) -> None:
         """Remove all groups, because another run begins."""
         self._groups, self._finished, self._selected, self._at_step_start = [], [], [], None
-        self._num_added = self.num_stale = 0
+        self.num_added = self.num_stale = 0
 
     # Checkpoints
 
@@ -278,10 +288,6 @@ def _saved_versions(packed: SavedGroup) -> list[int]:
     saved = packed.get("saved") or ()
     branches = [branch for one in saved if one is not None for branch in one["trajectory"]["branches"]]
     return [version for branch in branches for version in branch["weight_versions"] if version >= 0]
-
-
-def _first_version(group: Group, default: int) -> int:
-    return default if group.first_weight_version is None else group.first_weight_version
 
 
 def _describe_change(old: Mapping[str, object], new: Mapping[str, object]) -> str:

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from rlightning.parallel.gathering import gather_into
+from rlightning.rollout.canary import VerifiedSampler
 from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.sampler import Sampler
 from rlightning.rollout.weight_sync import RankSamplers, SamplerStates
@@ -74,7 +75,12 @@ class InProcessSamplers(RankSamplers):
             one.sampler.sleep()
 
     def update_weights(
-        self, source: WeightSource, weight_version: int, on_loaded: Callable[[], None], *, unproven: bool = False
+        self,
+        source: WeightSource,
+        weight_version: int,
+        on_loaded: Callable[[], None],
+        *,
+        among: Sequence[VerifiedSampler],
     ) -> Sequence[InProcessSampler]:
         """Send the actor's weights to the sampler (:meth:`RankSamplers.update_weights`)."""
         for one in self.samplers:

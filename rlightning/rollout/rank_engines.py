@@ -23,6 +23,7 @@ from rlightning.parallel.barrier import barrier
 from rlightning.parallel.collectives import any_rank, global_rank, world_size
 from rlightning.processes.liveness import RestartPolicy
 from rlightning.protocols import HasAdapter, has
+from rlightning.rollout.canary import VerifiedSampler
 from rlightning.rollout.engine import Engine
 from rlightning.rollout.engine_config import EngineConfig
 from rlightning.rollout.placement import COLLECTOR_RANK, lent_devices
@@ -101,6 +102,14 @@ class RankEngines(RankSamplers):
     def living(self) -> list[Engine]:
         """Engines that run, or that will be restarted."""
         return [engine for number, engine in enumerate(self.samplers) if number not in self._lost]
+
+    @property
+    def reachable(self) -> list[Engine]:
+        """Engines that a weight sync can send weights to: standalone ones that are up, colocated ones that start, too.
+
+        A sync waits for colocated engines.
+        """
+        return [engine for engine in self.living if self.is_colocated or engine.is_up]
 
     @property
     def dead(self) -> list[int]:
@@ -223,9 +232,8 @@ class RankEngines(RankSamplers):
     def states(self, weight_version: int) -> SamplerStates:
         """Return which of this rank's engines have weights of this version, and how many run or will be restarted."""
         living = self.living
-        pending = living if self.is_colocated else [engine for engine in living if engine.is_up]
         return SamplerStates(
-            is_stale=any(engine.weight_version != weight_version for engine in pending),
+            is_stale=any(engine.weight_version != weight_version for engine in self.reachable),
             serving=[n for n, engine in enumerate(self.samplers) if engine.weight_version == weight_version],
             num_living=len(living),
             num_samplers=len(self.samplers),
@@ -239,13 +247,17 @@ class RankEngines(RankSamplers):
         return error.reason if isinstance(error, AdapterRefusedError) and self._will_merge(error) else ""
 
     def update_weights(
-        self, source: WeightSource, weight_version: int, on_loaded: Callable[[], None], *, unproven: bool = False
+        self,
+        source: WeightSource,
+        weight_version: int,
+        on_loaded: Callable[[], None],
+        *,
+        among: Sequence[VerifiedSampler],
     ) -> Sequence[Engine]:
-        """Send the actor's weights to each engine that lacks them (:meth:`RankSamplers.update_weights`)."""
+        """Send the actor's weights to engines that lack them (:meth:`RankSamplers.update_weights`)."""
         self._has_waited = True  # the run has begun: from now on one engine that is up suffices
         stale = [engine for engine in self.living if engine.is_up and engine.weight_version != weight_version]
-        if unproven:
-            stale = [engine for engine in stale if not engine.is_proven]
+        stale = [engine for engine in stale if engine in among]
         if self.config.has_adapter:
             assert has(source, HasAdapter), "its adapter is what the engines were started for"
             lacks_base = any(not engine.has_base for engine in stale)

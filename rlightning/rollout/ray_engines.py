@@ -16,7 +16,7 @@ import secrets
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from rlightning.controller.driver import DriverContext
 from rlightning.controller.worker_group import describe_resources
 from rlightning.errors import ConfigError
 from rlightning.protocols import SampledPolicy
-from rlightning.rollout.engine_options import EngineOptions
+from rlightning.rollout.engine_options import EngineOptions, HasEngineOptions
 from rlightning.rollout.sampler import Sampling
 from rlightning.rollout.service import EngineService, open_listener
 from rlightning.rpc import make_url
@@ -77,13 +77,6 @@ class EngineActor:
         EngineService(config, self._listener, key.encode()).run(lambda: None)
 
 
-class HasOptions(Protocol):
-    """A rollout callback with the engine options and sampling settings that RayEngines needs to start its engines."""
-
-    options: EngineOptions
-    sampling: Sampling
-
-
 class RayEngines:
     """The standalone engines of a run as Ray actors, which outlive the training workers.
 
@@ -91,7 +84,7 @@ class RayEngines:
         callback: the rollout callback that uses the engines.
     """
 
-    def __init__(self, callback: HasOptions) -> None:
+    def __init__(self, callback: HasEngineOptions) -> None:
         self.callback = callback
         self.run_key: str | None = None
         self.actors: list[Any] = []
@@ -117,7 +110,9 @@ class RayEngines:
                 "nodes."
             )
 
-    def start(self, module: object, max_prompt_tokens: int | None, folder: Path, driver: DriverContext) -> HasOptions:
+    def start(
+        self, module: object, max_prompt_tokens: int | None, folder: Path, driver: DriverContext
+    ) -> HasEngineOptions:
         """Start the engines unless they are running; return before they are up.
 
         Args:

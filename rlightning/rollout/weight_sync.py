@@ -60,6 +60,11 @@ class RankSamplers(ABC):
     can_sleep: bool
 
     @property
+    def reachable(self) -> Sequence[VerifiedSampler]:
+        """Samplers that a weight sync can send weights to now, or that it waits for."""
+        return self.samplers
+
+    @property
     def dead(self) -> Sequence[int]:
         """Indices of the dead samplers that will be restarted."""
         return ()
@@ -95,15 +100,20 @@ class RankSamplers(ABC):
 
     @abstractmethod
     def update_weights(
-        self, source: WeightSource, weight_version: int, on_loaded: Callable[[], None], *, unproven: bool = False
+        self,
+        source: WeightSource,
+        weight_version: int,
+        on_loaded: Callable[[], None],
+        *,
+        among: Sequence[VerifiedSampler],
     ) -> Sequence[VerifiedSampler]:
-        """Have each sampler that lacks the actor's weights load them and sample from them; every rank must call it.
+        """Have some samplers that lack the actor's weights load them and sample from them; every rank must call it.
 
         Args:
             source: source of the weights.
             weight_version: version of the weights.
             on_loaded: called when the samplers have the weights; engines then allocate their KV cache.
-            unproven: whether to send only to samplers that have not yet been shown to apply an adapter.
+            among: the samplers of this rank to which weights may be sent.
 
         Returns:
             The samplers that sample from the weights; one that died meanwhile has none.
@@ -159,8 +169,9 @@ class WeightSync:
                 break
             if samplers.can_sleep and any(state.serving for state in states):
                 samplers.sleep_before_sync()  # they use memory that the actor needs for the sync of others
-            self._prove_adapter()
-            self._send()
+            reachable = samplers.reachable  # an engine that starts meanwhile is sent weights, and verified, after this
+            self._prove_adapter(reachable)
+            self._send(reachable)
         if self._pool is not None and self._loop is not None:
             serving = {EngineId(rank, number) for rank, state in enumerate(states) for number in state.serving}
             self._loop.call(self._pool.set_serving, serving)
@@ -203,17 +214,21 @@ class WeightSync:
             self._memory.on_weight_sync_start(self._trainer, self._module, self._module.weight_version)
         self._samplers.merge_adapter()
 
-    def _prove_adapter(self) -> None:
+    def _prove_adapter(self, reachable: Sequence[VerifiedSampler]) -> None:
         """Send a test adapter to engines that have not yet been shown to apply one; a new one changes no outputs."""
-        if self._verification.needs_proof(self._module, self._samplers.samplers):
-            updated = self._send(is_proof=True)
+        if self._verification.needs_proof(self._module, reachable):
+            updated = self._send([sampler for sampler in reachable if not sampler.is_proven], is_proof=True)
             if self._samplers.can_sleep:
                 self._samplers.sleep_before_sync()
             for sampler in updated:  # it gets other weights next
                 sampler.weight_version, sampler.is_verified = None, False
 
-    def _send(self, *, is_proof: bool = False) -> Sequence[VerifiedSampler]:
+    def _send(self, among: Sequence[VerifiedSampler], *, is_proof: bool = False) -> Sequence[VerifiedSampler]:
         """Send the actor's weights, or a test adapter; a collective, even if only one rank has an engine that needs it.
+
+        Args:
+            among: the samplers of this rank to which weights may be sent.
+            is_proof: whether to send a test adapter.
 
         Returns:
             The samplers of this rank that sample from them.
@@ -226,10 +241,10 @@ class WeightSync:
             if is_proof and has(module, HasAdapter):
                 perturbation.enter_context(module.perturbed_adapter())
             # Before the engine wakes: afterwards the actor's memory may be offloaded.
-            is_due = self._verification.evaluate(module, samplers.samplers, is_proof=is_proof)
+            is_due = self._verification.evaluate(module, among, is_proof=is_proof)
             self._wait_for_start()
             on_loaded = partial(self._make_room, perturbation)
-            updated = samplers.update_weights(module, version, on_loaded, unproven=is_proof)
+            updated = samplers.update_weights(module, version, on_loaded, among=among)
         for sampler in updated if is_due else ():
             with suppress(EngineDiedError):  # its death is detected at the next sync
                 self._verification.verify(module, sampler)

@@ -144,23 +144,29 @@ class Peer:
         self._connection.close_copy()
 
     async def _call(self, method: str, arguments: tuple[object, ...]) -> object:
-        if self.closed.done():
-            raise self.closed.result()
         await self._slots.acquire()
         self._num_calls += 1
         number = self._num_calls
         self._pending[number] = answer = asyncio.get_running_loop().create_future()
         try:
+            if self.closed.done():  # perhaps while the call waited for a slot
+                raise self.closed.result().with_traceback(None)
             await self._send([CALL, number, method, arguments])
             return await answer
         except asyncio.CancelledError:
-            if number in self._pending:  # its slot is released when the other end confirms
+            if number in self._pending:  # its slot is released when the other end confirms, or the connection ends
                 self._start(self._send([CANCEL, number]))
             raise
-        except (TypeError, ValueError, OverflowError):  # the arguments are not plain data
-            if self._pending.pop(number, None) is not None:
-                self._slots.release()
+        except Exception:
+            self._pop_pending(number)
             raise
+
+    def _pop_pending(self, number: int) -> "asyncio.Future[Any] | None":
+        """Remove a call from the pending ones and release its slot; return its future, or None if it was removed."""
+        answer = self._pending.pop(number, None)
+        if answer is not None:
+            self._slots.release()
+        return answer
 
     async def _send(self, message: Sequence[object]) -> None:
         try:
@@ -171,7 +177,7 @@ class Peer:
 
     def _start(self, work: Coroutine[object, object, None]) -> None:
         """Run a coroutine in a task that is cancelled when the connection ends."""
-        task = asyncio.ensure_future(_ignore_lost(work))
+        task = asyncio.ensure_future(ignore_lost(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -230,11 +236,8 @@ class Peer:
         return self._methods[method]
 
     def _settle(self, kind: int, number: int, *fields: object) -> None:
-        answer = self._pending.pop(number, None)
-        if answer is None:
-            return
-        self._slots.release()
-        if answer.done():  # the caller no longer waits
+        answer = self._pop_pending(number)
+        if answer is None or answer.done():  # the caller no longer waits
             return
         if kind == RESULT:
             answer.set_result(*fields)
@@ -267,10 +270,9 @@ class Peer:
         self.closed.set_result(lost)
         for task in [*self._tasks, *self._handlers.values()]:
             task.cancel()
-        pending, self._pending = list(self._pending.values()), {}
-        for answer in pending:
-            self._slots.release()
-            if not answer.done():
+        for number in list(self._pending):
+            answer = self._pop_pending(number)
+            if answer is not None and not answer.done():
                 answer.set_exception(lost)
                 answer.exception()  # marks it as retrieved: a caller that has not sent its call yet gets it there
 
@@ -290,6 +292,7 @@ def _describe(number: int, error: Exception) -> list[object]:
     return [ERROR, number, type(error).__name__, str(error), traceback.format_exc()]
 
 
-async def _ignore_lost(work: Awaitable[None]) -> None:
+async def ignore_lost(work: Awaitable[None]) -> None:
+    """Await ``work``; return even if its connection is lost meanwhile, which the peer's ``closed`` says anyway."""
     with contextlib.suppress(ConnectionLostError):
         await work

@@ -32,12 +32,12 @@ class WorkerLostError(RPCError):
 
     Attributes:
         stacks: stacks of the process's threads, as faulthandler writes them; "" if unknown.
-        is_bystander: whether another call is known to be the cause.
+        caused_by_other: whether another call is known to be the cause.
     """
 
-    def __init__(self, message: str, stacks: str = "", *, is_bystander: bool = False) -> None:
+    def __init__(self, message: str, stacks: str = "", *, caused_by_other: bool = False) -> None:
         super().__init__(message)
-        self.stacks, self.is_bystander = stacks, is_bystander
+        self.stacks, self.caused_by_other = stacks, caused_by_other
 
 
 class WorkerHungError(WorkerLostError):
@@ -85,21 +85,21 @@ class WorkerEnd(NamedTuple):
     """How and why a worker ended.
 
     Attributes:
-        culprit: key of the call that was the cause; None if unknown.
+        causing_call: key of the call that was the cause; None if unknown.
         error: error of that call.
         calls: keys of all calls of the worker.
         may_repeat: whether the other calls may be repeated.
     """
 
-    culprit: int | None
+    causing_call: int | None
     error: WorkerLostError
     calls: list[int]
     may_repeat: bool
 
     def error_of(self, key: int) -> WorkerLostError:
-        """Return the error of call ``key`` of this worker, marked ``is_bystander`` if another call ended the worker."""
-        is_bystander = self.culprit not in (None, key)
-        return type(self.error)(str(self.error), self.error.stacks, is_bystander=is_bystander)
+        """Return the error of call ``key`` of this worker, marked ``caused_by_other`` if another ended it."""
+        caused_by_other = self.causing_call not in (None, key)
+        return type(self.error)(str(self.error), self.error.stacks, caused_by_other=caused_by_other)
 
 
 class PooledWorker:
@@ -239,10 +239,10 @@ class PooledWorker:
         os.close(self._stacks)
         keys = list(self.calls)
         is_known = progress.is_executing or keys == [progress.call]
-        culprit = progress.call if is_known and progress.call in {*keys, *self.abandoned} else None
+        causing_call = progress.call if is_known and progress.call in {*keys, *self.abandoned} else None
         error = WorkerHungError(f"{self._name} hung", stacks) if self._is_hung else WorkerExitError(how, stacks)
-        is_explained = not keys or (culprit is not None and self._may_repeat)
-        self.ended.set_result(WorkerEnd(culprit, error, keys, is_explained or self._deaths.take()))
+        is_explained = not keys or (causing_call is not None and self._may_repeat)
+        self.ended.set_result(WorkerEnd(causing_call, error, keys, is_explained or self._deaths.take()))
 
     async def _write_stacks(self, peer: Peer, timeout: float) -> None:
         """Have the process write the stacks of its threads, and wait until it has, or has ended.

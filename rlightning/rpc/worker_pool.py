@@ -125,9 +125,9 @@ class WorkerPool:
                 end = await asyncio.shield(worker.ended)
                 if self._num_closed > num_closed:
                     raise ConnectionLostError("the pool was closed") from None
-                if end.culprit == call.key or not (end.may_repeat and self.may_repeat):
+                if end.causing_call == call.key or not (end.may_repeat and self.may_repeat):
                     raise end.error_of(call.key) from None
-                call.is_alone = end.culprit is None and len(end.calls) > 1
+                call.is_alone = end.causing_call is None and len(end.calls) > 1
             else:
                 self.deaths.reset()
                 return result

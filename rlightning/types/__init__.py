@@ -1,8 +1,8 @@
 """The data of a training step: prompts, trajectories, and the packed batch that the update reads."""
 
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from rlightning.lazy import lazy_import
 from rlightning.types.trajectory import (
     AgentTrace,
     Branch,
@@ -36,12 +36,5 @@ __all__ = [
     "single_turns",
 ]
 
-
-_FILES = {"LossTotals": "batch", "RolloutBatch": "batch", "axis": "axes"}
-
-
-def __getattr__(name: str) -> object:
-    """Import names that need torch on first access: workers of environments run without torch."""
-    if name in _FILES:
-        return resolve_name(f"{__name__}.{_FILES[name]}:{name}")
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+# These names need torch: workers of environments run without torch.
+__getattr__ = lazy_import(__name__, {"LossTotals": "batch", "RolloutBatch": "batch", "axis": "axes"})

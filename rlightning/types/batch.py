@@ -86,7 +86,7 @@ class RolloutBatch:
         old_logprobs: [T] float32, of the policy before this rollout's first update.
         ref_logprobs: [T] float32, of the reference model.
         is_skipped: [N] bool, sequences without gradient, which the update does not compute.
-        shares_prefixes: whether ``share_prefixes="auto"`` computes long common prefixes of this batch's sequences once.
+        shares_prefixes: whether long common prefixes of this batch's sequences are computed once.
         totals: the loss's denominators; set on micro-batches.
         shared: tokens of a micro-batch that are computed once for several sequences; None if none are.
 

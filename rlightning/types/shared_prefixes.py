@@ -13,17 +13,16 @@ data set are all found from token ids.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlightning.python_values import field_values
-from rlightning.types.axes import move
+from rlightning.types import axes
 
 
 class Prefixes(NamedTuple):
@@ -76,9 +75,7 @@ class SharedPrefixes:
 
     def to(self, device: torch.device) -> "SharedPrefixes":
         """Return the layout on a device; copies from host to GPU are asynchronous."""
-        values = field_values(self).items()
-        moved: dict[str, Any] = {name: move(value, device) for name, value in values if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        return axes.to(self, device)
 
 
 def find_prefixes(token_ids: Tensor, cu_seqlens: Tensor, groups: Sequence[int] | None = None) -> Prefixes:

@@ -1,4 +1,4 @@
-"""Supports of truncated sampling: for each token of a sample, the tokens that top-p, top-k and min-p left to sample.
+"""Records with arrays, and the supports of truncated sampling: the tokens that top-p, top-k and min-p left to sample.
 
 Workers of environments import this file in other interpreters: it needs only Python 3.10 and the standard library.
 """
@@ -8,7 +8,27 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from rlightning.types.buffers import Buffers
+
+class Buffers:
+    """Base class of records with arrays; no tuple, list or dataclass, so that Lightning does not traverse them."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def attributes(self) -> dict[str, object]:
+        """Return the values of all ``__slots__``, also those of base classes, by name."""
+        names = [name for kind in type(self).__mro__ for name in vars(kind).get("__slots__", ())]
+        return {name: getattr(self, name) for name in names}
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether all attributes are equal."""
+        return isinstance(other, Buffers) and type(other) is type(self) and self.attributes() == other.attributes()
+
+    __hash__ = None  # type: ignore[assignment]  # as of any record that can change
+
+    def __repr__(self) -> str:
+        """Return a text with all attributes."""
+        values = ", ".join(f"{name}={value!r}" for name, value in self.attributes().items())
+        return f"{type(self).__name__}({values})"
 
 
 class Supports(Buffers):

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from rlightning.types.buffers import Buffers
-from rlightning.types.supports import Supports
+from rlightning.types.supports import Buffers, Supports
 
 TEMPERATURES = (0.01, 2.0)
 """The lowest temperature above 0 and the highest one that vLLM applies without changing them."""

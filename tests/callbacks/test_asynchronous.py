@@ -1,6 +1,8 @@
 """Training on what engines have sampled ahead: what they do meanwhile, and what steps that refill take of it."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +24,13 @@ from tiny import in_this_process, share_of_ones
 from rlightning.algorithms import DAPO
 from rlightning.callbacks import VLLMRollout
 from rlightning.data import ValidationSet
+from rlightning.environments.collector import Collector
 from rlightning.environments.policy import GroupRequest
 from rlightning.hooks import RLCallback
 from rlightning.rewards import RewardFunction
 from rlightning.rollout import Sampling
 from rlightning.rollout.in_flight import Group, InFlight
+from rlightning.rollout.requests import SeededPrompt
 from rlightning.types import Prompt, RolloutBatch
 
 pytestmark = pytest.mark.processes
@@ -53,6 +57,36 @@ class RecordBatches(RLCallback):
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
         self.trained.append(batch)
+
+
+class InterruptedCollector(Collector):
+    """Ends each call, once the prompts are in flight, as Ctrl-C does."""
+
+    def collect_trajectories(self, requests: Sequence[SeededPrompt], *_: Any) -> Any:
+        self.in_flight.add(requests)
+        raise KeyboardInterrupt
+
+
+def test_interrupted_step_can_begin_again() -> None:
+    """With the same random streams, and its prompts once; those that were taken for later steps stay."""
+    rollout = VLLMRollout(placement="standalone", max_staleness=1)
+    weights: Any = None  # are not sent
+    rollout._collector = InterruptedCollector(None, rollout.in_flight, weights)
+    rollout._engines = SimpleNamespace(config=SimpleNamespace(engine_args={"max_model_len": 64}))  # type: ignore[assignment]
+    rollout._policy = SimpleNamespace(weight_version=0, named_weights=dict)
+    rollout._is_started = True
+    prompts, further = ([Prompt(index, "1", [1], {}) for index in indices] for indices in ((0, 1, 1), (5, 6, 7)))
+    in_flight: list[list[SeededPrompt]] = []
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            rollout.collect_trajectories(
+                prompts, 2, Sampling(max_new_tokens=4, seed=1), None, lambda number: further[:number]
+            )
+        in_flight.append([(group.prompt, group.stream) for group in rollout.in_flight.waiting])
+    assert [prompt for prompt, _ in in_flight[0]] == further and in_flight[1] == in_flight[0]
+    drawn = rollout._streams.draw(prompts, 0)
+    rollout.begin_step()
+    assert rollout._streams.draw(prompts, 0) == drawn
 
 
 @pytest.mark.slow

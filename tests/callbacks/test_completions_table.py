@@ -87,6 +87,7 @@ async def num_digits(completion: str) -> float | None:
     return None if completion == "4" else len(completion) / 2
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("begins_early", [False, True])
 def test_parquet_has_scores_of_each_trajectory(begins_early: bool, model_folder: str, tmp_path: Path) -> None:
     module = make_grpo(model_folder, rewards=[RewardFunction(is_nine), RewardFunction(num_digits, weight=0.0)])

@@ -68,8 +68,8 @@ class StoringWorker:
         """Live entries and bytes of this process."""
         return live_entries(), live_bytes()
 
-    def holdings(self) -> list[tuple[str, int, int]]:
-        return [tuple(holding) for holding in tensor_store().holdings()]  # type: ignore[misc]
+    def usage_by_label(self) -> list[tuple[str, int, int]]:
+        return [tuple(usage) for usage in tensor_store().usage_by_label()]  # type: ignore[misc]
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call something of the test's here."""

@@ -243,7 +243,7 @@ def test_rank_hook_does_not_wait_for_others() -> None:
     ]
 
 
-def test_flush_calls_hooks_of_other_ranks_with_current_counts() -> None:
+def test_flush_calls_other_ranks_hooks_with_current_counts() -> None:
     """Ranks 1 and 2 have restarted their engines; rank 0 has updated since."""
     fired: list[tuple[str, int, int]] = []
     relay = Relay(3, lambda hook, arguments: fired.append((hook.hook, hook.global_step, hook.weight_version)))
@@ -268,7 +268,7 @@ def test_flush_does_not_lower_step_or_weight_version() -> None:
 
 
 @pytest.mark.parametrize("head_rank", [None, 1, 2])
-def test_flush_calls_update_hook_only_with_a_head_rank(head_rank: int | None) -> None:
+def test_flush_calls_update_hook_only_with_head_rank(head_rank: int | None) -> None:
     """The other ranks of a tensor-parallel group store no tensors of the group's batch."""
     fired: list[list[Any]] = []
     relay = Relay(3, lambda hook, arguments: fired.append(list(arguments)))

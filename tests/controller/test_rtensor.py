@@ -23,7 +23,7 @@ from torch.distributed.tensor import distribute_tensor
 from rlightning.controller import tensor_store
 from rlightning.controller.rtensor import SHARED_BELOW, RTensor, fetch_tensors, store_tensors
 from rlightning.controller.tensor_store import (
-    Holding,
+    LabelUsage,
     LocalStore,
     StoreFullError,
     live_bytes,
@@ -245,7 +245,7 @@ def test_many_threads_at_once() -> None:
         for _ in range(num_steps):
             kept = [*kept[-3:], store_tensors(tree)]
             assert fetch_tensors(kept[0])["x"].tolist() == [1, 2]
-            tensor_store.tensor_store().holdings()
+            tensor_store.tensor_store().usage_by_label()
 
     threads = [threading.Thread(target=work, args=({"x": torch.tensor([1, 2])},)) for _ in range(8)]
     for thread in threads:
@@ -293,7 +293,7 @@ def capped() -> Iterator[LocalStore]:
 def test_a_full_store_says_who_holds_what(capped: LocalStore) -> None:
     kept = [store_tensors(torch.zeros(5), label="rollout"), store_tensors(torch.zeros(5), label="rollout")]
     kept.append(store_tensors(torch.zeros(12), label="values"))
-    assert capped.holdings() == [Holding("values", 1, 48), Holding("rollout", 2, 40)]
+    assert capped.usage_by_label() == [LabelUsage("values", 1, 48), LabelUsage("rollout", 2, 40)]
     with pytest.raises(
         StoreFullError,
         match=r"'update' would store 16 bytes more than the 88 .* rank 0 .*max_bytes=100\. "
@@ -309,7 +309,7 @@ def test_a_full_store_says_who_holds_what(capped: LocalStore) -> None:
 
 def test_without_a_label_the_caller_is_named(capped: LocalStore) -> None:
     handle = store_tensors(torch.zeros(2))
-    label = capped.holdings()[0].label
+    label = capped.usage_by_label()[0].label
     assert label.startswith("test_without_a_label_the_caller_is_named (test_rtensor.py:") and handle.nbytes == 8
 
 

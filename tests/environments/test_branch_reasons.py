@@ -110,6 +110,11 @@ def reason_of(known: list[int], num_prompt: int, history: list[int], decode: Any
     return recorder.reserve(history).reason
 
 
+def test_branch_with_an_empty_sample_has_reasons() -> None:
+    assert reason_of([1, 2], 2, [1], str) == "sampled_again"
+    assert reason_of([1, 2], 2, [1, 3], str) == reason_of([1, 2], 2, [3], str) == "started_over"
+
+
 def test_tokens_tell_a_text_that_was_tokenized_anew() -> None:
     texts = {1: "ask ", 2: "hel", 3: "lo", 4: "hello", 5: " more", 6: "howdy"}
 

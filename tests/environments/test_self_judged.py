@@ -11,7 +11,15 @@ from agent_cases import ScriptedSampler
 from cli_project import resolve_config
 from test_chat_format import get_tokenizer
 
-from rlightning.environments import Environment, LimitReachedError, Policy, SelfCorrection, WorkerEnvironment
+from rlightning.environments import (
+    Environment,
+    LimitReachedError,
+    Policy,
+    PolicyGroup,
+    SelfCorrection,
+    SingleTurn,
+    WorkerEnvironment,
+)
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.policy import GroupRequest
 from rlightning.environments.recorded_group import RecordedGroup
@@ -151,6 +159,21 @@ def test_rubric_that_cannot_be_written_is_refused(rubric: str, message: str) -> 
     with pytest.raises(ConfigError, match=message):
         asyncio.run(judged.check())
         attempt(judged, Sampler("Score: 1"))
+
+
+def test_environment_with_its_own_groups_is_refused() -> None:
+    class Grouped(SingleTurn):
+        async def run_group(self, prompt: Prompt, group: PolicyGroup) -> list[Outcome]:
+            return await group.sample_all()
+
+    with pytest.raises(ConfigError, match=r"environment=Grouped defines run_group\(prompt, group\)"):
+        asyncio.run(SelfJudged(RUBRIC, environment=Grouped()).check())
+    asyncio.run(SelfJudged(RUBRIC, environment=SingleTurn()).check())
+
+
+def test_judged_trajectories_have_the_environments_places() -> None:
+    workers = WorkerEnvironment("rlightning.environments.SingleTurn")
+    assert SelfJudged(RUBRIC, environment=workers).places is workers.places is not None
 
 
 @pytest.mark.long

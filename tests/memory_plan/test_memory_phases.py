@@ -445,4 +445,12 @@ def test_sampler_in_trainers_process_takes_what_it_needs() -> None:
         f"Sampling needs {small.generate().total / GIB:.1f} GiB of 16.0 GiB: "
         "lower rollout.max_sequences or rollout.max_new_tokens."
     ]
+    # Nothing is moved to the host for it, unless a callback does so.
+    assert small.generate().optimizer_state == plan.update().optimizer_state > 0
+    assert small.moved().total == 0 and "Meanwhile" not in describe_engine(small)
+    tight = replace(plan, device_memory=plan.generate().total - 1)
+    assert advise_engine(tight)[0].endswith("max_new_tokens, or add the callback OffloadDuringRollout.")
+    offloading = tight.with_work(moved_each_step=frozenset({"optimizer_state"}))
+    assert advise_engine(offloading) == [] and offloading.generate().optimizer_state == 0
+    assert describe_engine(offloading).endswith("\nMeanwhile, the host's memory holds optimizer state (4.4 GiB).")
     assert "KV cache of 128 sequences of 1,280 tokens 20.0." in describe_engine(plan)

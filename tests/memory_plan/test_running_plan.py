@@ -29,7 +29,7 @@ ROLLOUT = {"max_new_tokens": 40, "gpu_memory_utilization": 0.3, "sleep": False, 
 @pytest.fixture
 def run(model_folder: str, tmp_path: Path) -> tuple[Any, Any]:
     """A trainer and a module that are about to load their models."""
-    module = GRPO(model_folder, rewards=[share_of_ones], **MODULE)  # type: ignore[arg-type]
+    module = GRPO(model_folder, rewards=[share_of_ones], compile=False, **MODULE)  # type: ignore[arg-type]
     trainer = bare_trainer(tmp_path, 3, VLLMRollout(**ROLLOUT), precision="bf16-mixed")  # type: ignore[arg-type]
     trainer.datamodule = make_data(tmp_path)  # type: ignore[attr-defined]  # as fit() does
     return trainer, module
@@ -130,6 +130,21 @@ def test_an_engine_without_room_is_refused_with_its_sum(run: tuple[Any, Any], mo
     monkeypatch.setattr(type(trainer.strategy), "root_device", torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"rollout.gpu_memory_utilization=.* but the trainer leaves .* CUDA contexts"):
         check_engine(trainer, module)
+
+
+def test_a_sampler_without_room_is_refused_with_its_sum(
+    run: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, module = run
+    rollout = TransformersRollout(max_new_tokens=40)
+    trainer = bare_trainer(tmp_path, 3, rollout, precision="bf16-mixed")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 29))
+    monkeypatch.setattr(type(trainer.strategy), "root_device", torch.device("cuda"))
+    with pytest.raises(
+        ConfigError, match=r"Sampling needs 1\.\d GiB of 0\.5 GiB: lower .* GiB in generate: .* = 1\.\d\."
+    ):
+        rollout.setup(trainer, module, "fit")
+    assert not rollout.is_set_up
 
 
 def test_a_limit_of_pytorchs_makes_the_device_smaller(run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

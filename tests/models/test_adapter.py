@@ -122,6 +122,27 @@ def test_what_cannot_be_is_refused_in_a_line(model: str, kwargs: dict[str, Any],
         resolve(model, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"rank": "4"}, r"adapter\.rank='4' must be a whole number"),
+        ({"rank": 2.5}, r"adapter\.rank=2\.5 must be a whole number"),
+        ({"rank": True}, r"adapter\.rank=True must be a whole number"),
+        ({"alpha": "8"}, r"adapter\.alpha='8' must be a number"),
+        ({"alpha": math.nan}, r"adapter\.alpha=nan must be above 0 and finite"),
+        ({"target_modules": [1]}, r"adapter\.target_modules=\[1\] must be a name or a list of names"),
+        ({"target_modules": 1}, r"adapter\.target_modules=1 must be a name or a list of names"),
+        ({"use_rslora": "no"}, r"adapter\.use_rslora='no' must be true or false"),
+        ({"path": 1}, r"adapter\.path=1 must be a folder or a name on the hub"),
+        ({"quantize_base": "int4"}, r"adapter\.quantize_base='int4' is unknown\. Did you mean 'int8'\?"),
+        ({"quantize_base": 4}, r"adapter\.quantize_base='4' is unknown\. Did you mean 'nf4'\?"),
+    ],
+)
+def test_settings_of_another_type_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with refused(message):
+        Adapter(**kwargs)
+
+
 def test_rank_is_limited_by_the_largest_matrix(tmp_path: Path) -> None:
     """Keys and values have 32 rows of 64, queries 64 of 64."""
     model = save_model(tmp_path, hidden_size=64)
@@ -184,6 +205,23 @@ def test_first_values_do_not_depend_on_the_default_device(model: str) -> None:
     with torch.device("meta"):
         initialize_adapter(policy, lora)
     assert all(torch.equal(weight, expected[name]) for name, weight in adapter_parameters(policy))
+
+
+def test_first_values_are_distributed_as_in_peft(model: str) -> None:
+    """Uniformly between -1 / sqrt(inputs) and 1 / sqrt(inputs), which is ``kaiming_uniform_`` with ``a = sqrt(5)``."""
+    torch.manual_seed(0)
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), LoraConfig(r=32, target_modules="all-linear")
+    ).state_dict()
+    for name, weight in adapter_parameters(load_adapted(model, resolve(model, rank=32))):
+        expected = theirs[name.replace(".weight", ".default.weight")]
+        if ".lora_B." in name:
+            assert not weight.any() and not expected.any()
+            continue
+        assert expected.abs().max() <= weight.shape[1] ** -0.5
+        for summary in (torch.min, torch.max, torch.var):
+            got, own = summary(weight.detach()).item(), summary(expected).item()
+            assert got == pytest.approx(own, rel=0.02 if summary is not torch.var else 0.2), (name, summary)
 
 
 @pytest.mark.parametrize("kwargs", [{"lora_alpha": 6}, {"lora_alpha": 6, "use_rslora": True}])

@@ -76,7 +76,10 @@ def test_adapter_of_base_with_other_values_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["both", "adapter", "merged"])
 def test_save_hf_saves_base_and_adapter(kind: Any, model_folder: str, tmp_path: Path) -> None:
     module = make_grpo(model_folder, adapter=Adapter(rank=4), lr=0.1, validate_first=False)
-    make_trainer(tmp_path, 2, SaveHF(str(tmp_path / "hf"), adapter=kind)).fit(module, make_data(tmp_path))
+    saver = SaveHF(str(tmp_path / "hf"), adapter=kind)
+    trainer = make_trainer(tmp_path, 2, saver)
+    trainer.fit(module, make_data(tmp_path))
+    assert saver.output(trainer, "fit") == tmp_path / ("hf_adapter" if kind == "adapter" else "hf")
     expected = logprobs(module.loaded_actor)
     assert (tmp_path / "hf").is_dir() is (kind != "adapter")
     assert (tmp_path / "hf_adapter").is_dir() is (kind != "merged")

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlightning.errors import ConfigError
 from rlightning.models import describe_length_limit, load_config, load_policy, max_model_length
-from rlightning.models.architecture import check_architecture, check_policy
+from rlightning.models.architecture import build_small, check_policy
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_a_quantized_model_is_refused_in_a_line(quantization: dict[str, Any], tm
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["gemma4_text", "qwen3_moe"])
-def test_check_architecture_takes_layers_that_differ(kind: str) -> None:
+def test_small_architecture_takes_layers_that_differ(kind: str) -> None:
     """A head has 256 numbers in one of Gemma 4's layers and 512 in the other."""
-    check_architecture(kind, tiny_config(kind))
+    check_policy(kind, build_small(tiny_config(kind)))
 
 
 @pytest.mark.parametrize(

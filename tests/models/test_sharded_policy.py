@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlightning.errors import ConfigError
 from rlightning.models import load_config
-from rlightning.models.architecture import check_architecture
+from rlightning.models.architecture import build_small, check_policy
 from rlightning.models.policy import remove_dropout
 from rlightning.models.tensor_parallel import check_tensor_parallel, plan_styles
 
@@ -209,7 +209,7 @@ def test_plans_shard_attention_and_mlp(kind: str) -> None:
 def test_an_architecture_is_checked_without_its_weights(tmp_path: Path) -> None:
     """nemotron's class does not tell attention where a sequence ends."""
     with pytest.raises(ConfigError, match="does not tell attention where a sequence ends"):
-        check_architecture("m", load_config(save_tiny("nemotron", tmp_path)))
+        check_policy("m", build_small(load_config(save_tiny("nemotron", tmp_path))))
 
 
 @pytest.mark.parametrize(
@@ -220,5 +220,5 @@ def test_real_sizes_are_checked_on_a_small_copy(kind: str) -> None:
     config = AutoConfig.for_model(kind)
     remove_dropout(config)
     before = config.to_dict()
-    check_architecture(kind, config)
+    check_policy(kind, build_small(config))
     assert config.to_dict() == before

@@ -1,5 +1,6 @@
 """Runs with an adapter: what is trained, what the reference is, what checkpoints hold and refuse."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 from equivalence_run import RandomGenerator
 from lightning.pytorch import Callback
+from safetensors import safe_open
 from tiny import UseGenerator, copy_weights, make_algorithm, make_data, make_grpo, make_trainer, save_model
 
 from rlightning.algorithms import CISPO, DAPO, GRPO, GSPO, RLOO, SAPO, DrGRPO, REINFORCEPlusPlus
+from rlightning.callbacks import TransformersRollout
 from rlightning.errors import ConfigError
 from rlightning.models import Adapter, layers
+from rlightning.models.adapter_files import BASE_DIGEST, WEIGHTS_FILE, base_digest
 from rlightning.module import RLModule
 from rlightning.module.start_block import describe_model
 from rlightning.types import RolloutBatch
@@ -107,6 +111,23 @@ def test_checkpoint_of_another_adapter_or_base_is_refused(
         fit(tmp_path, module, 2, ckpt_path=checkpoint)
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_digest_is_of_the_base_that_was_loaded(is_replaced: bool, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "base")
+    digest = base_digest(model)
+    module = make_grpo(model, adapter=ADAPTER, validate_first=False)
+    trainer = fit(tmp_path, module, 1)
+    shutil.rmtree(model)
+    if is_replaced:
+        save_model(tmp_path / "base", seed=1)
+        assert base_digest(model) != digest
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    module.save_adapter(tmp_path / "adapter")
+    assert torch.load(tmp_path / "a.ckpt", weights_only=False)["adapter"]["base"] == digest
+    with safe_open(tmp_path / "adapter" / WEIGHTS_FILE, "pt") as file:
+        assert file.metadata()[BASE_DIGEST] == digest
+
+
 @pytest.mark.parametrize(
     "how", [{"gradient_checkpointing": True}, pytest.param({"compile": True}, marks=pytest.mark.slow)]
 )
@@ -176,3 +197,12 @@ def test_score_merges_the_adapter_where_engines_get_it_merged(
     scored, merged = (one.score(batch, torch.bfloat16) for one in (module, plain))
     assert torch.equal(scored, merged) is not sends_adapter
     torch.testing.assert_close(scored, merged, rtol=0, atol=0.1)
+
+
+def test_transformers_rollout_scores_the_merged_adapter(model_folder: str, tmp_path: Path) -> None:
+    """The module's last run may have sent its adapter to vLLM's engines separately."""
+    module = make_grpo(model_folder, adapter=ADAPTER, validate_first=False)
+    module.sends_adapter = True
+    trainer = make_trainer(tmp_path, 1, TransformersRollout(max_new_tokens=4, seed=0))
+    trainer.fit(module, make_data(tmp_path))
+    assert module.sends_adapter is False

@@ -22,7 +22,7 @@ from tiny import (
 from torch import Tensor
 
 from rlightning.algorithms import GRPO
-from rlightning.module import batching, policy_module
+from rlightning.module import packing
 from rlightning.module.batching import MIN_SAVED_SHARE, find_long_prefixes
 from rlightning.parallel import DDP
 from rlightning.parallel.collectives import all_reduce
@@ -38,18 +38,18 @@ def groups_after(num_prompt: int, num_groups: int = 2) -> RolloutBatch:
 
 @pytest.fixture
 def module(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> GRPO:
-    monkeypatch.setattr(batching, "varlen_obstacle", lambda *_: None)  # a kernel that copies no keys
+    monkeypatch.setattr(packing, "varlen_obstacle", lambda *_: None)  # a kernel that copies no keys
     return make_algorithm(GRPO, model_folder)
 
 
 def test_saved_share_counts_prefixes_within_groups(module: GRPO) -> None:
     batch = groups_after(30)
-    assert module.packing.saved_share(batch, 4096) == 2 * 3 * 30 / 320
-    assert module.packing.saved_share(batch, 60) == 2 * 2 * 30 / 320  # the fourth does not fit beside three
-    assert module.packing.saved_share(batch, 40) == 0
+    assert module.saved_share(batch, 4096) == 2 * 3 * 30 / 320
+    assert module.saved_share(batch, 60) == 2 * 2 * 30 / 320  # the fourth does not fit beside three
+    assert module.saved_share(batch, 40) == 0
     batch.group_ids = torch.arange(8)  # all have the same prompt, but are of different groups
-    assert module.packing.saved_share(batch, 4096) == 0
-    assert module.packing.saved_share(batch.select([]), 4096) == 0
+    assert module.saved_share(batch, 4096) == 0
+    assert module.saved_share(batch.select([]), 4096) == 0
 
 
 def test_groups_share_nothing_with_others() -> None:
@@ -71,9 +71,8 @@ def test_auto_shares_from_the_least_saved_share(num_prompt: int, module: GRPO) -
     part = batch.select([1, 2, 3, 5])
     microbatch = module.to_microbatch(part, range(4))
     assert (microbatch.shared is not None) == is_shared
-    whole = make_algorithm(GRPO, module.model_path, share_prefixes=False).costs(part)
+    whole = module.costs(groups_after(num_prompt).select([1, 2, 3, 5]))  # undecided
     assert bool((module.costs(part) < whole).any()) == is_shared
-    assert torch.equal(module.costs(groups_after(num_prompt).select([1, 2, 3, 5])), whole)  # undecided
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -81,18 +80,26 @@ def test_settings_other_than_auto_share_always_or_never(is_shared: bool, model_f
     module = make_algorithm(GRPO, model_folder, share_prefixes=is_shared)
     for num_prompt in (2, 30):
         batch = groups_after(num_prompt)
-        assert module.decide_sharing(batch, 4096) == is_shared
-        batch.shares_prefixes = not is_shared
-        assert bool(module.packing.prefixes(batch).lengths.any()) == (is_shared and num_prompt == 30)
+        batch.shares_prefixes = module.decide_sharing(batch, 4096)
+        assert batch.shares_prefixes == is_shared
+        shared = module.to_microbatch(batch, range(8)).shared
+        assert (shared is not None) == (is_shared and num_prompt == 30)
 
 
-def test_auto_does_not_share_where_results_would_differ(module: GRPO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_module, "can_share_prefixes", lambda *_: False)
+def test_auto_does_not_share_where_results_would_differ(
+    module: GRPO, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="rlightning")
+    monkeypatch.setattr(packing, "can_share_prefixes", lambda *_: False)
+    assert not module.decide_sharing(groups_after(2), 4096) and not caplog.messages
     assert not module.decide_sharing(groups_after(30), 4096)
+    assert not module.decide_sharing(groups_after(30), 4096)
+    (line,) = caplog.messages
+    assert line.startswith("Shared prefixes are computed for each sequence: to compute them once would save 56% of the")
 
 
 def test_auto_tries_the_architecture_only_for_long_prompts(module: GRPO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_module, "can_share_prefixes", None)
+    monkeypatch.setattr(packing, "can_share_prefixes", None)
     assert not module.decide_sharing(groups_after(2), 4096)
 
 
@@ -113,8 +120,8 @@ def test_shared_share_counts_tokens_that_are_not_computed(
 
     Empty micro-batches do not count: another rank has 10, and this one 8.
     """
-    monkeypatch.setattr(batching, "varlen_obstacle", lambda *_: None)
-    monkeypatch.setattr(batching, "all_reduce", lambda own, _: torch.maximum(own, torch.tensor(10)))
+    monkeypatch.setattr(packing, "varlen_obstacle", lambda *_: None)
+    monkeypatch.setattr(packing, "all_reduce", lambda own, _: torch.maximum(own, torch.tensor(10)))
     sizes = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 60}
     module = make_algorithm(GRPO, model_folder, share_prefixes=True, validate_first=False, **sizes)
     trainer = make_trainer(tmp_path, 1, UseGenerator(lambda _: FixedCompletions()))
@@ -148,8 +155,8 @@ def train(
     ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
     trainer = make_trainer(folder, 2, generator, precision="64-true", **ranks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching, "all_reduce", record)
-        patch.setattr(policy_module, "MIN_SAVED_SHARE", least)
+        patch.setattr(packing, "all_reduce", record)
+        patch.setattr(packing, "MIN_SAVED_SHARE", least)
         trainer.fit(module, make_data(folder))
     return {
         "weights": {name: weight.tolist() for name, weight in full_weights(module.loaded_actor).items()},

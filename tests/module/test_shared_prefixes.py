@@ -23,7 +23,7 @@ from varlen_on_cpu import run_kernels_on_cpu
 from rlightning.algorithms import GRPO
 from rlightning.models import architecture, load_policy, packed_logprobs
 from rlightning.models.architecture import can_share_prefixes
-from rlightning.module import batching
+from rlightning.module import packing
 from rlightning.module.batching import find_long_prefixes, join_families
 from rlightning.module.metrics import RunningMeans
 from rlightning.objectives import Aggregation
@@ -305,11 +305,12 @@ def test_two_ranks_take_the_same_steps(model_folder: str, tmp_path: Path) -> Non
 def test_microbatches_compute_no_more_than_their_limit(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With prefixes that are less than a fifth of a micro-batch, too."""
     run_kernels_on_cpu(monkeypatch)  # nothing is copied
-    monkeypatch.setattr(batching, "varlen_obstacle", lambda *_: None)
-    module = make_algorithm(GRPO, model_folder, share_prefixes=True)
+    monkeypatch.setattr(packing, "varlen_obstacle", lambda *_: None)
+    module = make_algorithm(GRPO, model_folder)
     module.configure_model()
     starts = [[group, *[3] * 29] for group in range(4, 12)]
     batch = RolloutBatch.of_sequences([[*start, *[number] * 70] for start in starts for number in (4, 5)])
+    batch.shares_prefixes = True
     for sequences in module.split_microbatches(batch, 170):
         microbatch = module.to_microbatch(batch, sequences)
         assert len(sequences) == 2 and microbatch.shared is not None and microbatch.shared.unique.numel() == 170
@@ -346,14 +347,14 @@ def refuse(hidden: torch.Tensor) -> torch.Tensor:
 def test_layers_that_mix_tokens_share_no_prefixes(
     layer: Callable[[torch.Tensor], torch.Tensor], model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = architecture._build_small
+    build = architecture.build_small
 
     def build_other(config: Any) -> Any:
         policy: Any = build(config)
         policy.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: (layer(inputs[0]),))
         return policy
 
-    monkeypatch.setattr(architecture, "_build_small", build_other)
+    monkeypatch.setattr(architecture, "build_small", build_other)
     config = AutoConfig.from_pretrained(model_folder)
     config.untried = layer.__name__  # results are kept by configuration
     assert not can_share_prefixes(config)
@@ -368,10 +369,11 @@ def test_prefixes_below_a_fifth_are_computed_each_time() -> None:
 
 def test_room_is_left_for_keys_that_are_copied(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a kernel for the dtype, as in float32 on a GPU, micro-batches leave room for copied keys."""
-    monkeypatch.setattr(batching, "varlen_obstacle", lambda _, dtype, __: "copies" if dtype.itemsize > 2 else None)
-    module = make_algorithm(GRPO, model_folder, share_prefixes=True)
+    monkeypatch.setattr(packing, "varlen_obstacle", lambda _, dtype, __: "copies" if dtype.itemsize > 2 else None)
+    module = make_algorithm(GRPO, model_folder)
     module.configure_model()
     batch = RolloutBatch.of_sequences([[4, *[3] * 49, *[number] * 50] for number in (4, 5)])
+    batch.shares_prefixes = True
     assert module.split_microbatches(batch, 150) == [[0], [1]]  # its keys and values on top of 150 tokens
     with torch.autocast("cpu", torch.bfloat16):
         assert module.split_microbatches(batch, 150) == [[0, 1]]
@@ -382,11 +384,13 @@ def test_room_is_left_for_keys_that_are_copied(model_folder: str, monkeypatch: p
 def test_a_shared_prefix_costs_its_operations_once(model_folder: str) -> None:
     start, ends = [4, *[3] * 49], [[5] * 50, [6] * 50]
     batch = RolloutBatch.of_sequences([[*start, *end] for end in ends] + [[*start[::-1], *ends[0]]])
-    once, each = (make_algorithm(GRPO, model_folder, share_prefixes=is_shared) for is_shared in (True, False))
-    (first, second, third), whole = once.costs(batch).tolist(), each.costs(batch).tolist()
+    module = make_algorithm(GRPO, model_folder)
+    whole = module.costs(batch).tolist()
+    batch.shares_prefixes = True
+    first, second, third = module.costs(batch).tolist()
     assert first == third == whole[0] == whole[1] and 0.4 * first < second < 0.8 * first
     # In different micro-batches each computes it.
-    assert once.costs(batch.select([1], "N")).tolist() == whole[:1]
+    assert module.costs(batch.select([1], "N")).tolist() == whole[:1]
 
 
 @pytest.mark.parametrize("others", [1, 3, 9])
@@ -394,7 +398,7 @@ def test_ranks_have_the_same_number_of_microbatches(
     others: int, model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of which some may be empty: a sharded model gathers its weights in each."""
-    monkeypatch.setattr(batching, "all_reduce", lambda own, _: torch.maximum(own, torch.tensor(others)))
+    monkeypatch.setattr(packing, "all_reduce", lambda own, _: torch.maximum(own, torch.tensor(others)))
     module = make_algorithm(GRPO, model_folder)
     module.configure_model()
     batch = RolloutBatch.of_sequences([[4] * 10 for _ in range(4)])

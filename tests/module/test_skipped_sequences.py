@@ -132,6 +132,16 @@ class ChangeAdvantages(RLCallback):
         batch.advantages = batch.advantages * self.scale + self.shift
 
 
+class EntropyInUpdate(RLCallback):
+    """Gives the loss an entropy term from the beginning to the end of each update."""
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        module.entropy_coef = 0.5
+
+    def on_update_end(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        module.entropy_coef = 0.0
+
+
 def train(
     folder: Path, model: str, algorithm: str, kind: str | None = None, *callbacks: Callback, **arguments: Any
 ) -> dict[str, Any]:
@@ -247,6 +257,12 @@ def test_what_is_skipped_is_decided_after_on_update_start(model: str, tmp_path: 
     assert moved["computed"] == [16] * STEPS
     assert moved["weights"] == train(tmp_path, model, "OwnGradients")["weights"]  # which adds as much
     assert train(tmp_path, model, "HalfAlike", None, ChangeAdvantages(0.0, 0.0))["computed"] == [0] * STEPS
+
+
+def test_loss_term_set_on_update_start_reads_all_sequences(model: str, tmp_path: Path) -> None:
+    own, whole = (train(tmp_path, model, name, None, EntropyInUpdate()) for name in ("HalfAlike", "ComputesAll"))
+    assert own["computed"] == [16] * STEPS
+    assert own["weights"] == whole["weights"]
 
 
 @pytest.mark.parametrize(

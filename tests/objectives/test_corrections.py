@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rlightning.errors import ConfigError
-from rlightning.objectives import RolloutCorrection, aggregate, reinforce_loss
+from rlightning.objectives import RolloutCorrection, aggregate
 from rlightning.types import LossTotals
 
 
@@ -22,7 +22,7 @@ SAMPLER = torch.tensor([0.0, -1.0, -2.0, -3.0, 0.0, -1.0])
 
 def weigh(correction: RolloutCorrection) -> tuple[list[float], list[float]]:
     logprobs = (SAMPLER + RATIOS.log()).requires_grad_()
-    weights, metrics = correction.weigh(logprobs, SAMPLER, MASK, CU_SEQLENS)
+    weights, metrics = correction.importance_weights(logprobs, SAMPLER, MASK, CU_SEQLENS)
     assert not weights.requires_grad
     assert torch.equal(weights[~MASK], torch.ones(2))
     assert torch.equal(metrics["correction_weight"], weights)
@@ -60,17 +60,16 @@ def test_summed_ratio_grows_with_length_mean_stays_constant() -> None:
         sampler = torch.full((length,), -1.0)
         mask, cu_seqlens = torch.ones(length, dtype=torch.bool), torch.tensor([0, length])
         batch = (sampler + 0.01, sampler, mask, cu_seqlens)
-        by_sum, _ = RolloutCorrection("truncate", "sequence_sum", upper=1e9).weigh(*batch)
-        by_mean, _ = RolloutCorrection("truncate", "sequence_mean", upper=1e9).weigh(*batch)
+        by_sum, _ = RolloutCorrection("truncate", "sequence_sum", upper=1e9).importance_weights(*batch)
+        by_mean, _ = RolloutCorrection("truncate", "sequence_mean", upper=1e9).importance_weights(*batch)
         torch.testing.assert_close(by_sum, torch.full((length,), math.exp(0.01 * length)), rtol=1e-3, atol=0)
         torch.testing.assert_close(by_mean, torch.full((length,), math.exp(0.01)), rtol=1e-5, atol=0)
 
 
 def test_masked_tokens_stay_in_the_denominator() -> None:
     logprobs = (SAMPLER + RATIOS.log()).requires_grad_()
-    weights, _ = RolloutCorrection("icepop").weigh(logprobs, SAMPLER, MASK, CU_SEQLENS)
-    loss, _ = reinforce_loss(logprobs, torch.ones(6))
-    grad = gradient(aggregate(loss * weights, MASK, CU_SEQLENS, "token_mean", LossTotals(4, 2, 2, 2, 2)), logprobs)
+    weights, _ = RolloutCorrection("icepop").importance_weights(logprobs, SAMPLER, MASK, CU_SEQLENS)
+    grad = gradient(aggregate(-logprobs * weights, MASK, CU_SEQLENS, "token_mean", LossTotals(4, 2, 2, 2, 2)), logprobs)
     # Weights 4, 0, 1.5, 0, each over all four tokens.
     torch.testing.assert_close(grad, torch.tensor([0.0, -4 / 4, 0.0, -1.5 / 4, 0.0, 0.0]))
 
@@ -80,7 +79,7 @@ def test_hopeless_gaps_stay_finite_and_bfloat16_becomes_float32() -> None:
     trainer = torch.tensor([-900.0, -0.5]).bfloat16()
     mask, cu_seqlens = torch.ones(2, dtype=torch.bool), torch.tensor([0, 2])
     for level in ("token", "sequence_sum", "sequence_mean"):
-        weights, _ = RolloutCorrection("truncate", level).weigh(trainer, sampler, mask, cu_seqlens)
+        weights, _ = RolloutCorrection("truncate", level).importance_weights(trainer, sampler, mask, cu_seqlens)
         assert weights.dtype == torch.float32
         assert torch.isfinite(weights).all()
 

@@ -5,15 +5,15 @@ import torch
 from torch import Tensor
 
 from rlightning.objectives import (
+    CappedWeight,
+    SoftGate,
     aggregate,
-    capped_weight_loss,
     clipped_loss,
-    reinforce_loss,
+    reinforce,
     sequence_log_ratio,
-    soft_gate_loss,
     token_log_ratio,
 )
-from rlightning.types import LossTotals
+from rlightning.types import LossTotals, RolloutBatch
 
 
 def gradient(loss: Tensor, of: Tensor) -> Tensor:
@@ -21,6 +21,13 @@ def gradient(loss: Tensor, of: Tensor) -> Tensor:
 
 
 LOG = math.log
+
+
+def policy_batch(old_logprobs: Tensor, advantages: Tensor) -> RolloutBatch:
+    """One sequence with these old log-probabilities and advantages, [T] each."""
+    batch = RolloutBatch.of_sequences([[0] * old_logprobs.numel()])
+    batch.old_logprobs, batch.advantages = old_logprobs, advantages
+    return batch
 
 
 def test_clipped_loss_by_hand() -> None:
@@ -56,7 +63,7 @@ def test_sequence_log_ratio_by_hand() -> None:
     torch.testing.assert_close(result, torch.tensor([0.2, 0.2, 0.2, -0.4, -0.4]))
 
 
-def test_sequence_ratio_has_the_gradient_of_the_geometric_mean() -> None:
+def test_sequence_ratio_has_gradient_of_geometric_mean() -> None:
     """GSPO eq. 10, through a mean over tokens and then over sequences, against eq. 5 written out."""
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -1.4], requires_grad=True)
     old = torch.tensor([-1.3, -2.1, -0.5, -1.0])
@@ -75,7 +82,7 @@ def test_sequence_ratio_has_the_gradient_of_the_geometric_mean() -> None:
 def test_capped_weight_by_hand() -> None:
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     ratio, advantages = torch.tensor([8.0, 0.25, 1.0]), torch.tensor([1.0, 1.0, -2.0])
-    loss, metrics = capped_weight_loss(logprobs, ratio.log(), advantages, max_ratio=5.0)
+    loss, metrics = CappedWeight(max_ratio=5.0)(logprobs, policy_batch(logprobs.detach() - ratio.log(), advantages))
     # Weights 5 (an absolute cap, not 1 + 5), 0.25 and 1; the gradient is -weight * A and nothing is dropped.
     torch.testing.assert_close(loss, torch.tensor([5.0, 0.5, -6.0]))
     grad = gradient(loss, logprobs)
@@ -86,16 +93,15 @@ def test_capped_weight_by_hand() -> None:
 
 def test_capped_weight_never_differentiates_the_weight() -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
-    log_ratio = token_log_ratio(logprobs, torch.tensor([-1.5]))
-    loss, _ = capped_weight_loss(logprobs, log_ratio, torch.ones(1), max_ratio=5.0)
+    loss, _ = CappedWeight(max_ratio=5.0)(logprobs, policy_batch(torch.tensor([-1.5]), torch.ones(1)))
     grad = gradient(loss, logprobs)
     torch.testing.assert_close(grad, -torch.tensor([math.exp(0.5)]))
 
 
 def test_soft_gate_by_hand() -> None:
-    log_ratio = torch.tensor([0.0, LOG(2.0), LOG(2.0)], requires_grad=True)
-    advantages = torch.tensor([3.0, 1.0, -1.0])
-    loss, metrics = soft_gate_loss(log_ratio, advantages, temperature_positive=1.0, temperature_negative=1.05)
+    logprobs = torch.tensor([0.0, LOG(2.0), LOG(2.0)]).sub(3).requires_grad_()
+    batch = policy_batch(torch.full((3,), -3.0), torch.tensor([3.0, 1.0, -1.0]))
+    loss, metrics = SoftGate(temperature_positive=1.0, temperature_negative=1.05)(logprobs, batch)
 
     def sigmoid(x: float) -> float:
         return 1 / (1 + math.exp(-x))
@@ -103,7 +109,7 @@ def test_soft_gate_by_hand() -> None:
     # On policy 4 / 1 * sigmoid(0) * 3 = 6. At ratio 2: 4 / tau * sigmoid(tau * 1).
     expected = torch.tensor([-6.0, -4 * sigmoid(1.0), 4 / 1.05 * sigmoid(1.05)])
     torch.testing.assert_close(loss, expected)
-    grad = gradient(loss, log_ratio)
+    grad = gradient(loss, logprobs)
     # -A * 4 p (1 - p) * r: on policy that is -A, whatever the temperature.
     positive, negative = (4 * sigmoid(x) * (1 - sigmoid(x)) for x in (1.0, 1.05))
     torch.testing.assert_close(grad, torch.tensor([-3.0, -2 * positive, 2 * negative]))
@@ -111,7 +117,8 @@ def test_soft_gate_by_hand() -> None:
 
 
 def test_reinforce_by_hand() -> None:
-    loss, metrics = reinforce_loss(torch.tensor([-1.0, -2.0]), torch.tensor([0.5, -3.0]))
+    logprobs = torch.tensor([-1.0, -2.0])
+    loss, metrics = reinforce(logprobs, policy_batch(logprobs, torch.tensor([0.5, -3.0])))
     torch.testing.assert_close(loss, torch.tensor([0.5, -6.0]))
     assert metrics == {}
 
@@ -127,11 +134,11 @@ LOSSES = {
         clip_low=3e-4,
         clip_high=4e-4,
     )[0],
-    "capped": lambda new, old, a: capped_weight_loss(new, token_log_ratio(new, old), a, max_ratio=5.0)[0],
-    "gate": lambda new, old, a: soft_gate_loss(
-        token_log_ratio(new, old), a, temperature_positive=1.0, temperature_negative=1.05
+    "capped": lambda new, old, a: CappedWeight(max_ratio=5.0)(new, policy_batch(old, a))[0],
+    "gate": lambda new, old, a: SoftGate(temperature_positive=1.0, temperature_negative=1.05)(
+        new, policy_batch(old, a)
     )[0],
-    "reinforce": lambda new, old, a: reinforce_loss(new, a)[0],
+    "reinforce": lambda new, old, a: reinforce(new, policy_batch(old, a))[0],
 }
 
 
@@ -145,7 +152,7 @@ def test_zero_advantages_give_an_exactly_zero_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str) -> None:
+def test_on_policy_losses_have_gradient_of_reinforce(name: str) -> None:
     logprobs = torch.tensor([-1.0, -2.0, -0.5, -0.1]).requires_grad_()
     advantages = torch.tensor([1.0, 1.0, -2.0, -2.0])
     grad = gradient(LOSSES[name](logprobs, logprobs.detach(), advantages), logprobs)

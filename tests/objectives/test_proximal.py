@@ -8,7 +8,7 @@ SAMPLER = torch.tensor([-3.0, -1.0, -2.0])
 AGES = torch.tensor([0, 1, 3])
 
 
-def test_before_the_first_step_it_is_the_policy_now() -> None:
+def test_proximal_before_first_step_is_current_policy() -> None:
     now = NOW.clone().requires_grad_()
     proximal = approximate_proximal(now, SAMPLER, AGES, 0.0)
     assert torch.equal(proximal, NOW) and not proximal.requires_grad

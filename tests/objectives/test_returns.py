@@ -37,7 +37,7 @@ def test_returns_are_discounted_by_turn_not_by_token() -> None:
     assert turns.discount_rewards(0.0).tolist() == [1, 0, 6, 0, 1]
 
 
-def test_returns_go_to_the_tokens_of_their_turn_alone() -> None:
+def test_returns_reach_only_tokens_of_their_turn() -> None:
     """Observations, prompts and the history of a later branch have none."""
     batch = make_batch()
     turns = Turns.of_batch(batch)

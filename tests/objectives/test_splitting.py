@@ -10,19 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trajectories import random_groups
+from test_policy import policy_batch
 from torch import Tensor
 
 from rlightning.module.update import count_units
 from rlightning.objectives import (
     Aggregation,
+    CappedWeight,
     RolloutCorrection,
+    SoftGate,
     aggregate,
-    capped_weight_loss,
     clipped_loss,
     estimate_kl,
-    reinforce_loss,
+    reinforce,
     sequence_log_ratio,
-    soft_gate_loss,
     token_log_ratio,
 )
 from rlightning.types import LossTotals, RolloutBatch, axis
@@ -36,8 +37,8 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def corrected(correction: RolloutCorrection) -> Loss:
     def loss(new: Tensor, old: Tensor, a: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-        weights, _ = correction.weigh(old, old - 0.1 * a, mask, cu_seqlens)
-        return reinforce_loss(new, a)[0] * weights
+        weights, _ = correction.importance_weights(old, old - 0.1 * a, mask, cu_seqlens)
+        return -a * new * weights
 
     return loss
 
@@ -45,11 +46,11 @@ def corrected(correction: RolloutCorrection) -> Loss:
 LOSSES: dict[str, Loss] = {
     "clipped": lambda n, o, a, m, c: clipped_loss(token_log_ratio(n, o), a, clip_low=0.2, clip_high=0.28)[0],
     "sequence": lambda n, o, a, m, c: clipped_loss(sequence_log_ratio(n, o, m, c), a, clip_low=0.1, clip_high=0.1)[0],
-    "capped": lambda n, o, a, m, c: capped_weight_loss(n, token_log_ratio(n, o), a, max_ratio=1.5)[0],
-    "gate": lambda n, o, a, m, c: soft_gate_loss(
-        token_log_ratio(n, o), a, temperature_positive=1.0, temperature_negative=1.05
-    )[0],
-    "reinforce": lambda n, o, a, m, c: reinforce_loss(n, a)[0],
+    "capped": lambda n, o, a, m, c: CappedWeight(max_ratio=1.5)(n, policy_batch(o, a))[0],
+    "gate": lambda n, o, a, m, c: SoftGate(temperature_positive=1.0, temperature_negative=1.05)(n, policy_batch(o, a))[
+        0
+    ],
+    "reinforce": lambda n, o, a, m, c: reinforce(n, policy_batch(o, a))[0],
     "kl": lambda n, o, a, m, c: estimate_kl(n, o, "k3"),
     "truncated": corrected(RolloutCorrection("truncate", "token", upper=1.05)),
     "masked_sequences": corrected(RolloutCorrection("icepop", "sequence_sum", lower=0.8, upper=1.2)),

@@ -40,7 +40,7 @@ def policy(objective: Any) -> Term:
 
 def corrected(forward: ForwardPass, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
     assert batch.old_logprobs is not None
-    weights, _ = RolloutCorrection("icepop", "sequence_sum").weigh(
+    weights, _ = RolloutCorrection("icepop", "sequence_sum").importance_weights(
         batch.old_logprobs, batch.rollout_logprobs, batch.is_sampled, batch.cu_seqlens
     )
     return reinforce(forward.logprobs, batch)[0] * weights, {}
@@ -115,7 +115,7 @@ def test_terms_that_advantages_multiply_have_no_gradient(term: Term) -> None:
         not_a_number,
     ],
 )
-def test_terms_with_a_gradient_of_their_own_are_found(term: Term) -> None:
+def test_terms_with_own_gradient_are_found(term: Term) -> None:
     usual = LossComponent("loss", policy(ClippedSurrogate()))
     assert not has_zero_gradient([usual, LossComponent("own", term)], without_advantage())
     assert has_zero_gradient([usual, LossComponent("own", term, weight=0.0)], without_advantage())
@@ -135,7 +135,7 @@ def test_corrected_loss_is_differentiated_where_let_through() -> None:
 
     def shifted(forward: ForwardPass, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.old_logprobs is not None and batch.advantages is not None
-        weights, _ = RolloutCorrection("icepop", "sequence_mean").weigh(
+        weights, _ = RolloutCorrection("icepop", "sequence_mean").importance_weights(
             batch.old_logprobs, batch.rollout_logprobs, batch.is_sampled, batch.cu_seqlens
         )
         return -(batch.advantages + 0.1) * forward.logprobs * weights, {}

@@ -160,7 +160,7 @@ def test_bytes_per_parameter_is_the_mean_over_tensors() -> None:
     assert bytes_per_parameter("8bit", shapes) == pytest.approx(2 * (518 + 4 * (2 + 262)) / 518)
 
 
-def test_8_bits_are_rounded_alike_whatever_the_default_dtype() -> None:
+def test_8_bit_rounding_ignores_default_dtype() -> None:
     values = torch.rand(4, BLOCK)
     expected = pack_moment("exp_avg", values, "8bit", generator())
     torch.set_default_dtype(torch.bfloat16)  # as Lightning does for bf16-true

@@ -266,7 +266,7 @@ def test_sharded_parameters_step_as_plain_tensors(states: Any) -> None:
         dist.destroy_process_group()
 
 
-def test_global_norm_is_of_all_meshes_and_of_none() -> None:
+def test_global_norm_over_several_meshes_or_none() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         meshes = [init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))]

@@ -136,7 +136,7 @@ def test_last_in_relative_dirpath_is_found_from_elsewhere(
         assert find_last("fit", find_places(seen, None)).path.resolve() == last
 
 
-def test_last_prefers_a_link_to_what_it_leads_to(tmp_path: Path) -> None:
+def test_last_prefers_link_to_its_target(tmp_path: Path) -> None:
     save(tmp_path / "epoch=0-step=2.ckpt", 2)
     (tmp_path / "last.ckpt").symlink_to("epoch=0-step=2.ckpt")
     assert last_checkpoint(tmp_path) == tmp_path / "last.ckpt"

@@ -151,7 +151,7 @@ def test_killed_ranks_have_exit_code_of_the_failed(tmp_path: Path) -> None:
     assert codes == [7, 7], errors
 
 
-def test_interrupted_and_waiting_ranks_end_with_first_exit_code() -> None:
+def test_interrupted_waiting_ranks_end_with_first_exit_code() -> None:
     """Which of the two ends a rank 0 that waits for the others depends on the moment."""
     watch, server = FailureWatch(), cast(Any, SimpleNamespace(is_over=threading.Event()))
     watch._first = Failure(1, "failed", 7)

@@ -49,7 +49,7 @@ def train_each_kernel(folder: Path, model: str, runs: dict[str, dict[str, Any]])
 @pytest.mark.timeout(400)
 @pytest.mark.multigpu
 @pytest.mark.skipif(not is_installed(), reason="flash-attn-4 is not installed")
-def test_each_rank_attends_by_flash_attention_4_as_by_varlen_attn(tmp_path: Path) -> None:
+def test_flash_attention_4_on_ranks_equals_varlen_attn(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", head_dim=64, num_attention_heads=4, num_key_value_heads=2)
     one = train(tmp_path, model, "auto", accelerator="gpu")
     kernels = finish(start_calls(train_each_kernel, 2, tmp_path, model, RUNS))

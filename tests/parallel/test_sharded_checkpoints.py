@@ -98,7 +98,7 @@ def save_each(folder: Path, runs: dict[str, dict[str, Any]]) -> None:
     "accelerator",
     [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("gpu", marks=pytest.mark.multigpu(4))],
 )
-def test_checkpoint_of_four_ranks_resumes_on_two_and_one(accelerator: str, tmp_path: Path) -> None:
+def test_four_rank_checkpoint_resumes_on_fewer_ranks(accelerator: str, tmp_path: Path) -> None:
     """On two ranks weights and moments are those of the four bit by bit; steps from there sum in another order."""
     save_model(tmp_path / "model", **SIZES)
     write_rows(tmp_path)

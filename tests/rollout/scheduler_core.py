@@ -143,14 +143,21 @@ def make_core(
 
 
 def make_request(
-    name: str, hasher: Any, length: int, prompt: int = 0, *, prompt_tokens: int = 20, streams: bool = False
+    name: str,
+    hasher: Any,
+    length: int,
+    prompt: int = 0,
+    *,
+    prompt_tokens: int = 20,
+    streams: bool = False,
+    salt: str | None = None,
 ) -> Request:
     kind = RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY
     params = SamplingParams(
         max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False, output_kind=kind, stop_token_ids=[STOP_TOKEN]
     )
     tokens = [1 + (prompt + place) % 50 for place in range(prompt_tokens)]
-    return Request(name, tokens, sampling_params=params, pooling_params=None, block_hasher=hasher)
+    return Request(name, tokens, sampling_params=params, pooling_params=None, block_hasher=hasher, cache_salt=salt)
 
 
 def run(

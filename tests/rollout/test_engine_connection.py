@@ -4,6 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rlightning import intervals
 from rlightning.errors import EngineDiedError, EngineError, EngineStartError, RequestRefusedError
 from rlightning.rollout.engine_connection import NAME, EngineConnection, ServedEngine
 from rlightning.rollout.engine_facts import EngineFacts
-from rlightning.rpc import BusyError, Peer, background_loop
+from rlightning.rpc import BusyError, Peer, background_loop, peer
 from rlightning.rpc.authentication import authenticate_client
 from rlightning.rpc.peer import Method
 
@@ -166,6 +167,27 @@ def test_end_of_the_connection_is_the_engines_death() -> None:
         background_loop().run(engine.peer.close())
         with pytest.raises(EngineDiedError, match=r"The engine died\."):
             answer.result(60)
+
+
+def test_end_fails_more_calls_than_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "MAX_CALLS", 2)
+    with connected() as (connection, engine):
+        connection.ready.result(60)
+        answers = [connection.submit("ping") for _ in range(10)]
+        background_loop().run(engine.peer.close())
+        assert not wait(answers, timeout=60).not_done
+        assert {type(answer.exception()) for answer in answers} == {EngineDiedError}
+        assert connection.ended.result(60) is connection.death
+
+
+def test_call_that_does_not_fail_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "CANCEL_GRACE", 0.1)
+    with connected() as (connection, _):
+        connection.ready.result(60)
+        held = background_loop().submit(asyncio.Event().wait())
+        connection._calls.add(asyncio.wrap_future(held, loop=background_loop().loop))
+    assert connection.ended.result(60) is connection.death
+    held.cancel()
 
 
 def test_refused_arguments_are_a_line() -> None:

@@ -144,6 +144,22 @@ def test_requests_wait_until_an_engine_serves() -> None:
     run(test)
 
 
+def test_engine_lost_before_waiter_runs_is_not_asked() -> None:
+    async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
+        pool.remove({FIRST, SECOND})
+        task = submit(pool, 1)
+        await loads(pool)
+        pool.set_serving({FIRST})
+        pool.remove({FIRST})
+        assert await loads(pool) == [0, 0] and not task.done()
+        pool.set_serving({SECOND})
+        assert await loads(pool) == [0, 1]
+        second.release()
+        assert await task == []
+
+    run(test)
+
+
 def test_late_death_does_not_remove_restarted_engine() -> None:
     async def test(pool: EnginePool, first: HeldEngine, second: HeldEngine, deaths: list[None]) -> None:
         task = submit(pool, 1)
@@ -191,7 +207,7 @@ def test_engine_that_comes_back_is_not_waited_for(tmp_path: Path) -> None:
     engines: list[Any] = [SimpleNamespace(is_alive=True, is_up=True, weight_version=None, process=None) for _ in "01"]
     sender = WeightSender(plan_chunks([], torch.float32, 1))
     run = RankEngines([bare_config(tmp_path / "log")], engines, lambda _: sender, is_colocated=False)
-    run.update_weights(Weights(), 0, lambda: None)
+    run.update_weights(Weights(), 0, lambda: None, among=engines)
     engines[0].is_up = False
     assert not run.is_starting
     engines[1].is_up = False

@@ -38,9 +38,9 @@ def test_sampler_is_awake_when_weights_come() -> None:
     loop: Any = None  # it does not score
     samplers = InProcessSamplers([InProcessSampler(sampler, loop)], torch.float32, can_sleep=True)
     source: Any = SimpleNamespace()
-    samplers.update_weights(source, 0, lambda: None)
+    samplers.update_weights(source, 0, lambda: None, among=samplers.samplers)
     samplers.sleep_before_sync()
-    samplers.update_weights(source, 1, lambda: None)
+    samplers.update_weights(source, 1, lambda: None, among=samplers.samplers)
     assert sampler.calls == ["wake", "update_weights 0", "sleep", "wake", "update_weights 1"]
 
 

@@ -320,6 +320,17 @@ def test_paused_requests_wait_and_read_nothing_old(trainer: Trainer, policy: Pol
     running.result(timeout=120)
 
 
+def test_queued_requests_read_only_new_weights_cache(trainer: Trainer, policy: Policy) -> None:
+    """Of those that had been passed to vLLM before the pause, beside more than it runs at once."""
+    trainer.generate(LONG_PROMPT, max_tokens=16).result(timeout=120)  # its prompt is in the cache now
+    running, waiting, alone = trainer.pause_amid((PROMPTS[0], 32), (LONG_PROMPT, 4), (LONG_PROMPT, 1))
+    trainer.update(1, keeps_cache=True)
+    for sample in [*waiting.result(timeout=120), *alone.result(timeout=120)]:
+        assert spans(sample["weight_versions"]) == [(1, len(sample["token_ids"]))]
+        np.testing.assert_allclose(sample["logprobs"], policy.logprobs(LONG_PROMPT, sample, 1), atol=1e-4)
+    running.result(timeout=120)
+
+
 def test_a_score_waits_for_the_new_weights(trainer: Trainer, policy: Policy) -> None:
     tokens = LONG_PROMPT.token_ids
     before = trainer.ask("score", tokens)

@@ -171,6 +171,29 @@ def test_pause_delivers_all_tokens_and_preserves_results(folder: str, is_ahead: 
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
+def test_queued_requests_share_new_blocks_after_pause(folder: str, is_ahead: bool) -> None:
+    core, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=is_ahead, max_num_seqs=2)
+    requests = [make_request(str(number), hasher, 20, prompt_tokens=40, salt="0") for number in range(5)]
+    for request in requests:
+        core.scheduler.add_request(request)
+    for _ in range(3):
+        core.end(*core.begin())
+    hashes = [list(request.block_hashes) for request in requests]
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    while core.scheduler.has_requests():
+        core.end(*core.begin())
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    core.run({0: []}, {}, is_ahead=is_ahead)
+    assert [request.block_hashes[:2] == known[:2] for request, known in zip(requests, hashes, strict=True)] == [
+        *[True] * 2,
+        *[False] * 3,
+    ]
+    computed = {name: tokens for _, tokens, *_ in reversed(core.steps) for name, tokens in tokens.items()}
+    assert [computed[name] for name in "01234"] == [0, 32, 0, 32, 32], "at their beginning"
+    assert sorted(core.reasons) == list("01234")
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
 def test_all_may_begin_again_amid_their_blocks(folder: str, is_ahead: bool) -> None:
     """As for weights that are to compute the keys and values anew."""
     core, hasher = make_core(folder, make_scheduler, 200, 2048, is_ahead=is_ahead)

@@ -195,6 +195,20 @@ async def test_connection_end_fails_calls_cancels_methods() -> None:
 
 
 @in_event_loop
+async def test_connection_end_fails_calls_without_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "MAX_CALLS", 2)
+    async with connected(METHODS) as (caller, callee):
+        calls = [asyncio.ensure_future(caller.call("hold")) for _ in range(10)]
+        while len(callee._handlers) < 2:
+            await asyncio.sleep(0.001)
+        calls.pop(5).cancel()
+        caller.abort("gone")
+        done, pending = await asyncio.wait(calls, timeout=60)
+        assert not pending and {str(call.exception()) for call in done} == {"callee: gone"}
+        assert caller._slots._value == 2 and not caller._pending
+
+
+@in_event_loop
 async def test_missing_heartbeats_end_the_connection() -> None:
     ours, theirs = socket.socketpair()  # the other end never says anything
     caller = await Peer.open(ours, {}, name="engine", heartbeat_interval=0.01, heartbeat_timeout=0.05)

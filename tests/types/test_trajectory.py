@@ -108,7 +108,7 @@ def test_every_sampled_token_is_trained_exactly_once(draw: random.Random) -> Non
     assert trained == sampled
 
 
-def test_token_that_is_trained_twice_or_never_is_refused() -> None:
+def test_token_trained_twice_or_never_is_refused() -> None:
     twice, never, other, first = (two_branches() for _ in range(4))
     sample = twice.samples[0]
     twice.branches[1].append_sample(sample, 0)

@@ -47,7 +47,7 @@ def test_supports_are_at_the_tokens_that_were_drawn() -> None:
     assert again.supports is not None and again.supports.tolist() == rows
 
 
-def test_supports_follow_turns_that_return_to_an_earlier_branch() -> None:
+def test_supports_follow_turns_back_to_earlier_branch() -> None:
     """The third turn goes on after the first, in the same branch; the second has a branch of its own."""
     samples = [Sample([i], [-1.0], [0], "", "stop", Supports([i, 10 + i], [2])) for i in (1, 2, 3)]
     one, other = Branch(), Branch("history_edited")
@@ -143,7 +143,7 @@ def supports_by_place(draw: random.Random, trajectories: list[Trajectory]) -> li
 
 @settings(max_examples=60, deadline=None)
 @given(RANDOM)
-def test_any_cut_order_and_ranks_keep_each_tokens_support(draw: random.Random) -> None:
+def test_cut_order_and_ranks_keep_token_supports(draw: random.Random) -> None:
     groups = random_groups(draw)
     expected = supports_by_place(draw, [one for group in groups for one in group])
     batch = PlacedBatch.pack(groups)

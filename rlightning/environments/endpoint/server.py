@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 from rlightning import rpc
-from rlightning.environments.agent_limit import LIMIT_TEXT, is_limit
 from rlightning.environments.endpoint import anthropic_api, openai_api, responses_api
 from rlightning.environments.endpoint.address import find_address
 from rlightning.environments.endpoint.asgi import ClientGoneError, Receive, Request, Send, send_json
@@ -20,7 +19,7 @@ from rlightning.environments.endpoint.parameters import ALLOWABLE, TRUNCATION
 from rlightning.environments.endpoint.session import Session
 from rlightning.environments.endpoint.shared_key import HEADER, SharedKey
 from rlightning.environments.endpoint.streaming import Emit, Event, Reply
-from rlightning.environments.environment import LimitReachedError
+from rlightning.environments.environment import LIMIT_TEXT, LimitReachedError, is_limit
 from rlightning.environments.policy import RecordedPolicy, as_recorded
 from rlightning.errors import ConfigError, check_rules
 from rlightning.foreign_text import cut_line, describe_error

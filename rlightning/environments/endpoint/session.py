@@ -29,24 +29,6 @@ class ToolUse(NamedTuple):
     are_called: bool
 
 
-class Conversation(NamedTuple):
-    """A request's conversation, compared with those recorded and rendered.
-
-    Attributes:
-        known: its messages, in the form in which they are compared.
-        tools_key: its tools as JSON.
-        reason: why it begins a branch, if it does.
-        new: its messages that are not recorded yet.
-        token_ids: [L], what the policy continues.
-    """
-
-    known: list[Known]
-    tools_key: str
-    reason: BranchReason
-    new: list[Message]
-    token_ids: list[int]
-
-
 class Session:
     """Answers one trajectory's requests by sampling from the policy, and records the turns.
 
@@ -125,16 +107,24 @@ class Session:
 
         Raises an APIError if the messages cannot be rendered.
         """
-        return len(self._prepare(messages, tool_use.schemas).token_ids)
+        *_, history = self._prepare(messages, tool_use.schemas)
+        return len(history)
 
-    def _prepare(self, messages: object, tools: Sequence[Message] | None) -> Conversation:
-        """Compare the messages of a request with those recorded, and render them."""
+    def _prepare(
+        self, messages: object, tools: Sequence[Message] | None
+    ) -> tuple[list[Known], str, BranchReason, list[Message], list[int]]:
+        """Compare the messages of a request with those recorded, and render them.
+
+        Returns:
+            The messages in the form in which they are compared, the tools as JSON, why a branch begins if one does, the
+            messages that are not recorded yet, and the token ids [L] that the policy continues.
+        """
         with reading("messages"):
             cleaned = clean(messages)
             known, tools_key = [read_known(message) for message in cleaned], to_json(tools or [])
             found = self._without_dropped_reasoning(self._histories.find(known, tools_key), cleaned, tools)
             new = cleaned[len(cleaned) - found.num_new :]
-            return Conversation(known, tools_key, found.reason, new, self._render(found, cleaned, new, tools))
+            return known, tools_key, found.reason, new, self._render(found, cleaned, new, tools)
 
     async def complete(
         self, asked: RequestParameters, prompt: str | list[int], stream: TurnStream | None = None

@@ -5,16 +5,11 @@ The launcher is imported in that interpreter, where nothing of the trainer is in
 
 from typing import TYPE_CHECKING
 
+from rlightning.lazy import lazy_import
+
 if TYPE_CHECKING:
     from rlightning.environments.verifiers.environment import Verifiers
 
 __all__ = ["Verifiers"]
 
-
-def __getattr__(name: str) -> object:
-    """Import a name of this package that only the trainer's process uses, when it is first accessed."""
-    if name == "Verifiers":
-        from rlightning.environments.verifiers.environment import Verifiers
-
-        return Verifiers
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+__getattr__ = lazy_import(__name__, {"Verifiers": "environment"})

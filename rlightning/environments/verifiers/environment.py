@@ -268,12 +268,13 @@ class Verifiers(Environment):
                 trained.append((trace, list(range(first, len(policy.recorder.samples)))))
         if not policy.recorder.branches:
             raise ValueError("the episode ended without a turn of an agent that is trained")
-        given = [reward for trace, _ in trained if (reward := trace.sum_rewards()) is not None]
+        rewards = [trace.sum_rewards() for trace, _ in trained]
+        given = [reward for reward in rewards if reward is not None]
         mean = sum(given) / len(given) if given else None
         is_cut = any(trace.is_cut or parts[trace.id].is_cut for trace, _ in trained)
         return Outcome(
             reward=mean,
-            traces=None if mean is None or self.credit == "episode" else _to_agent_traces(trained, mean),
+            traces=None if mean is None or self.credit == "episode" else _to_agent_traces(trained, rewards, mean),
             status="truncated" if is_cut else "finished",
             metrics=policy.recorder.metrics() | _collect_metrics(episode),
         )
@@ -330,9 +331,10 @@ def check_verifiers(python: str) -> None:
         )
 
 
-def _to_agent_traces(trained: Sequence[tuple[Trace, list[int]]], default: float) -> list[AgentTrace]:
+def _to_agent_traces(
+    trained: Sequence[tuple[Trace, list[int]]], rewards: Sequence[float | None], default: float
+) -> list[AgentTrace]:
     """Convert traces to agent traces with turns and rewards; ``default`` is the reward of a trace without one."""
-    rewards = [trace.sum_rewards() for trace, _ in trained]
     return [
         AgentTrace(trace.agent.name, default if reward is None else reward, turns)
         for (trace, turns), reward in zip(trained, rewards, strict=True)

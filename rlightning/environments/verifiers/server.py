@@ -109,7 +109,7 @@ class EnvironmentServer:
             "search_path": own_search_path(),
         }
         try:
-            announced = await asyncio.wait_for(self._exchange(settings), intervals.TASK_SET_TIMEOUT)
+            announced = await asyncio.wait_for(self._configure(self.process, settings), intervals.TASK_SET_TIMEOUT)
         except BaseException:
             await self.close()
             raise
@@ -160,9 +160,8 @@ class EnvironmentServer:
         modules = {"PYTHONPATH": os.pathsep.join(own_search_path())}  # for the processes that the server starts
         return {**own, **paths, **modules, **self._variables}
 
-    async def _exchange(self, settings: JsonObject) -> Announcement:
-        process = self.process
-        assert process is not None
+    async def _configure(self, process: ManagedProcess, settings: JsonObject) -> Announcement:
+        """Send the settings to the launcher in a process, and return its announcement, in a line of JSON each."""
         reader, writer = await asyncio.open_connection(sock=process.connection, limit=MAX_ANNOUNCEMENT_BYTES)
         try:
             writer.write(json.dumps(settings).encode() + b"\n")

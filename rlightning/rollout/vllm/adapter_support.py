@@ -28,11 +28,6 @@ def supported_rank(rank: int) -> int:
     return next((size for size in RANKS if size >= rank), rank)
 
 
-def sent_bytes(adapter: AdapterSettings, itemsize: int) -> int:
-    """Return the bytes of an adapter as it is sent; an engine keeps this copy, even while it sleeps."""
-    return itemsize * adapter.num_parameters
-
-
 def place_bytes(adapter: AdapterSettings, itemsize: int) -> int:
     """Return the bytes of vLLM's buffers for an adapter, whose rank is rounded up as in :func:`supported_rank`."""
     return (

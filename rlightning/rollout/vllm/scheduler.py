@@ -205,7 +205,7 @@ class RolloutScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.deferred = DeferredSequences(self.max_num_running_reqs, self.block_size)
         self.unsent: dict[str, Tokens] = {}
-        self._is_paused = False
+        self._is_paused, self._num_pauses = False, 0
         self._steps_gathered = 0
         limits = "max_num_active_reqs", "max_num_running_reqs", "max_num_scheduled_tokens"
         self._limits = [name for name in limits if hasattr(self, name)]
@@ -414,8 +414,30 @@ class RolloutScheduler(Scheduler):
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Pause or continue scheduling."""
         self._wake(list(self.deferred.rows))
-        self._is_paused = pause_state != PauseState.UNPAUSED
+        was_paused, self._is_paused = self._is_paused, pause_state != PauseState.UNPAUSED
+        if was_paused and not self._is_paused:
+            self._renew_salts()
         super().set_pause_state(pause_state)
+
+    def _renew_salts(self) -> None:
+        """Give requests of which nothing is computed a new cache salt, since the weights may have changed in a pause.
+
+        With the salt that they came with, they would find keys and values that the weights before have computed.
+        """
+        self._num_pauses += 1
+        renewed: dict[object, list[Any]] = {}  # by the last hash under the old salt: samples share a prompt
+        for request in self.requests.values():
+            if request.cache_salt is None or request.num_computed_tokens or request.num_output_tokens:
+                continue
+            request.cache_salt = f"pause {self._num_pauses}"  # the client's salts are numbers
+            if not request.block_hashes:
+                continue
+            last = request.block_hashes[-1]
+            request.block_hashes.clear()
+            if last not in renewed:
+                request.update_block_hashes()
+                renewed[last] = list(request.block_hashes)
+            request.block_hashes[:] = renewed[last]
 
     def has_requests(self) -> bool:
         """Return whether there is work to do; in a pause, whether there are tokens that were not yet sent."""

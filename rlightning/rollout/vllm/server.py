@@ -225,7 +225,7 @@ class VLLMServer:
         Args:
             version: version of the loaded weights.
             keeps_cache: whether paused requests keep the keys and values of older weights, rather than compute them
-                again. Requests without a token may then also use cached blocks of their prompt.
+                again. Requests of which nothing is computed use none of them, except with vLLM's own scheduler.
         """
         async with self._transition:
             if not self._is_updating:

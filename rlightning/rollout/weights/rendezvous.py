@@ -73,14 +73,11 @@ class RendezvousServer:
         self.places = [Place(host, port, rank, size, timeout, key) for rank in range(size)]
         self.store: Store = dist.HashStore()  # type: ignore[attr-defined]
         self.store.set_timeout(timedelta(seconds=timeout))
-        self._server = rpc.background_loop().run(self._start(listener, key, size))
+        self._server = rpc.background_loop().call(rpc.Server, listener, key, self._serve, max_clients=size)
 
     def close(self) -> None:
         """Disconnect all members, and accept no more."""
         rpc.background_loop().run(self._server.close())
-
-    async def _start(self, listener: socket.socket, key: bytes, size: int) -> rpc.Server:
-        return rpc.Server(listener, key, self._serve, max_clients=size)
 
     async def _serve(self, end: socket.socket, client: str) -> None:
         store = self.store

@@ -1,4 +1,4 @@
-"""``rlightning serve``: options and errors, without slow imports."""
+"""``rlightning serve``: its help, and the options that only it has, without slow imports."""
 
 from rlightning.cli.own_options import split_own_options
 from rlightning.errors import ConfigError
@@ -24,20 +24,7 @@ example:
 """
 
 
-def serve(options: list[str]) -> None:
-    """Start an engine, and serve trainers until Ctrl-C.
-
-    Raises:
-        ConfigError: the user's configuration has a mistake.
-        EngineError: the engine cannot start, or dies repeatedly.
-    """
-    from rlightning.cli.serve_cli import serve_at
-
-    own, rest = split_options(options)
-    serve_at(own["--host"], int(own["--port"]), rest)
-
-
-def split_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
+def read_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the options that only ``rlightning serve`` has, by name, and the list of all other options.
 
     Raises:
