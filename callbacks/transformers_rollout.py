@@ -20,7 +20,7 @@ from rlightning.rollout import Sampler, Sampling
 from rlightning.rollout.decoding import CACHE_STEP
 from rlightning.rollout.engine_memory import read_engine
 from rlightning.rollout.in_flight import InFlight
-from rlightning.rollout.in_process import InProcessSampler, InProcessSamplers
+from rlightning.rollout.in_process import BUCKET_BYTES, InProcessSampler, InProcessSamplers
 from rlightning.rollout.model_files import ModelFiles
 from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.transformers_sampler import MAX_PROMPT_TOKENS, TransformersSampler, can_sleep
@@ -87,7 +87,7 @@ class TransformersRollout(RolloutCallback):
             rows, copied = 2 * rows, rows
         copy = replace(copy, num_engines=0, kv_cache_bytes=(rows + copied) * copy.sequence)
         return RolloutMemory(
-            engine=copy, bucket_bytes=0, itemsize=torch_dtype(dtype).itemsize, max_support=self.max_support
+            engine=copy, bucket_bytes=BUCKET_BYTES, itemsize=torch_dtype(dtype).itemsize, max_support=self.max_support
         )
 
     def start(self, stage: str, device: torch.device, sampling: Sampling, max_prompt_tokens: int | None) -> None:
@@ -106,7 +106,7 @@ class TransformersRollout(RolloutCallback):
             self._sampler.sleep()
             runner, verifier = self.make_runner(self._sampler), self.make_verifier(self._sampler, dtype)
             samplers = [InProcessSampler(self._sampler, runner.loop)]
-        rank_samplers = InProcessSamplers(samplers, dtype, can_sleep=can_sleep(device))
+        rank_samplers = InProcessSamplers(samplers, device, dtype, can_sleep=can_sleep(device))
         sync = WeightSync(self._trainer, module, rank_samplers, self.verification)
         self._collector = Collector(
             runner,

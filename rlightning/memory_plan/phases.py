@@ -302,7 +302,8 @@ class MemoryPlan:
         """Return the share of the device that the engine can have, rounded down to hundredths; may be negative."""
         awake = [self.start(), self.generate()]
         if not self.engine.can_sleep:
-            awake += [self.update(), self.score()] if self.work.is_scored else [self.update()]
+            update = self.update_of(self.tokens, self.count_checkpointed_layers())  # logits are kept in what is left
+            awake += [update, self.score()] if self.work.is_scored else [update]
         beside = max(parts.total - parts.engine for parts in awake)
         return (self.device_memory - beside) * 100 // self.device_memory / 100
 

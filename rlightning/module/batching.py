@@ -22,7 +22,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
+from rlightning.models.counts import model_flops
 from rlightning.parallel.collectives import all_to_all_objects, gather_objects, global_rank, world_size
 from rlightning.seeds import mix_seed, run_seed
 from rlightning.types import RolloutBatch
@@ -31,12 +33,25 @@ from rlightning.types.shared_prefixes import Prefixes, find_prefixes
 Batch = TypeVar("Batch", bound=RolloutBatch)
 MIN_SHARED = 0.2
 """Least share of a sequence's tokens that a shared prefix must have to be computed once for all sequences."""
-MIN_SAVED_SHARE = 0.4
-"""Least share of an update's tokens that shared prefixes must save to be computed once with ``share_prefixes="auto"``.
-On an H100, Qwen3-0.6B's shape is slower where they save 29%, and faster where they save 44%, also than it is with
-FlashAttention 4, which short prefixes are not computed with (docs/performance.md)."""
+LEAST_SAVED_SHARES = 0.25, 0.4
+"""Least and greatest :func:`least_saved_share`. On an H100, Qwen3-0.6B's shape is slower where shared prefixes save 29%
+of the tokens, and faster where they save 44%; the 4B shape takes 0.84 of the time at 29% (docs/performance.md)."""
+SAVED_SHARE_BY_ATTENTION = 768
+"""Ratio of :func:`least_saved_share` to attention's operations for a pair of tokens over weights of the layers'
+matrices: 0.4 for Qwen3-0.6B's shape, and for the 4B shape the 0.125 from which on it would gain by its measurement."""
 MIN_GAIN = 0.95
 """Groups are moved again only if this reduces the time of an update to this share of it, or less."""
+
+
+def least_saved_share(config: PreTrainedConfig) -> float:
+    """Return the least share of an update's tokens that shared prefixes must save to be computed once with
+    ``share_prefixes="auto"``.
+
+    They cost further calls of attention, which take a smaller part of the time the more weights a layer has.
+    """
+    sizes, (least, most) = model_flops(config), LEAST_SAVED_SHARES
+    attention = sizes.pair * sum(num_layers for _, num_layers in sizes.windows)
+    return min(max(SAVED_SHARE_BY_ATTENTION * attention / sizes.matrices, least), most)
 
 
 def balance(

@@ -13,7 +13,7 @@ from rlightning.models.adapter import LoRA
 from rlightning.models.architecture import can_share_prefixes
 from rlightning.models.attention import varlen_obstacle
 from rlightning.models.counts import head_size, path_share, sequence_flops
-from rlightning.module.batching import MIN_SAVED_SHARE, find_long_prefixes, join_families, split_microbatches
+from rlightning.module.batching import find_long_prefixes, join_families, least_saved_share, split_microbatches
 from rlightning.module.ranks import Ranks
 from rlightning.parallel.collectives import all_reduce, global_rank
 from rlightning.types import RolloutBatch
@@ -46,7 +46,7 @@ class Packing(Ranks):
         if self.share_prefixes != "auto":
             return self.share_prefixes and can_share_prefixes(self.model_config, self.device.type)
         saved = self.saved_share(batch, max_tokens)
-        if saved < MIN_SAVED_SHARE:
+        if saved < least_saved_share(self.model_config):
             return False
         can_share = can_share_prefixes(self.model_config, self.device.type)
         if not can_share and not self._has_logged_refusal and global_rank() == 0:

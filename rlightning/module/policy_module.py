@@ -81,7 +81,7 @@ class PolicyModule(Packing, SavedModule):
         compile: whether torch.compile compiles the layers, which makes the first step slow; None for only on CUDA.
         share_prefixes: compute a common prefix of a micro-batch's sequences once, if it is at least a fifth of one of
             them, see docs/performance.md. Results are the same up to rounding. "auto" for the rollouts of which that
-            saves at least :data:`~rlightning.module.batching.MIN_SAVED_SHARE` of the tokens.
+            saves at least :func:`~rlightning.module.batching.least_saved_share` of the tokens.
         adapter: train a low-rank adapter (LoRA) in place of the weights, see :class:`~rlightning.models.Adapter` and
             docs/adapters.md; needs the package peft.
         trust_remote_code: whether a model's own Python code (``auto_map`` in its config.json) may run, in trainer and

@@ -17,7 +17,7 @@ from rlightning.models.architecture import can_share_prefixes
 from rlightning.models.attention import describe_attention
 from rlightning.models.counts import can_count, count_weights
 from rlightning.models.layers import should_compile
-from rlightning.module.batching import MIN_SAVED_SHARE
+from rlightning.module.batching import least_saved_share
 from rlightning.module.evaluation import EvaluationSteps
 from rlightning.module.roles import ACTOR
 from rlightning.optim.moments import bytes_per_parameter
@@ -79,7 +79,8 @@ def describe_model(trainer: Trainer, module: EvaluationSteps) -> str:
 def describe_sharing(module: EvaluationSteps, device: torch.device) -> str:
     """Return how often shared prefixes are computed, with a semicolon; "" if each sequence computes its own."""
     if module.share_prefixes == "auto":
-        return f"shared prefixes are computed once where that saves {MIN_SAVED_SHARE:.0%} of the tokens; "
+        least = least_saved_share(module.model_config)
+        return f"shared prefixes are computed once where that saves {least:.0%} of the tokens; "
     if module.share_prefixes:
         is_exact = can_share_prefixes(module.model_config, device.type)
         return f"shared prefixes are computed {'once' if is_exact else 'each time (once is inexact)'}; "

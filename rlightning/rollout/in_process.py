@@ -1,19 +1,24 @@
 """Weight syncs of a sampler in the trainer's process: rank 0 has the sampler, the other ranks send their shards."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from rlightning.parallel.gathering import gather_into
 from rlightning.rollout.canary import VerifiedSampler
 from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.sampler import Sampler
 from rlightning.rollout.weight_sync import RankSamplers, SamplerStates
 from rlightning.rollout.weights import WeightSource
+from rlightning.rollout.weights.driver import WeightSender
+from rlightning.rollout.weights.source import plan_source
 from rlightning.rpc.client import LoopThread
+
+BUCKET_BYTES = 256 << 20
+"""Bytes of the bucket in which rank 0 gathers weights; more if one is larger."""
 
 
 class InProcessSampler:
@@ -53,15 +58,19 @@ class InProcessSamplers(RankSamplers):
 
     Args:
         samplers: the sampler on rank 0; empty on other ranks.
+        device: the actor's device.
         dtype: dtype in which the sampler receives weights.
         can_sleep: whether the sampler shares the actor's device.
     """
 
     samplers: Sequence[InProcessSampler]
 
-    def __init__(self, samplers: Sequence[InProcessSampler], dtype: torch.dtype, *, can_sleep: bool) -> None:
+    def __init__(
+        self, samplers: Sequence[InProcessSampler], device: torch.device, dtype: torch.dtype, *, can_sleep: bool
+    ) -> None:
         self.samplers = samplers
-        self._dtype, self.can_sleep = dtype, can_sleep
+        self._device, self._dtype, self.can_sleep = device, dtype, can_sleep
+        self._sender: WeightSender | None = None
 
     def states(self, weight_version: int) -> SamplerStates:
         """Return which of this rank's samplers have the weights of this version, and how many there are."""
@@ -83,20 +92,25 @@ class InProcessSamplers(RankSamplers):
         among: Sequence[VerifiedSampler],
     ) -> Sequence[InProcessSampler]:
         """Send the actor's weights to the sampler (:meth:`RankSamplers.update_weights`)."""
+        weights = self._gather(source)
         for one in self.samplers:
             one.sampler.wake()
-            one.sampler.update_weights(source, weight_version)
-        if not self.samplers:
-            send_shards(source, self._dtype)
+            one.sampler.update_weights(weights, weight_version)
+        for _ in weights:  # on ranks without a sampler all, and what the sampler has not taken
+            pass
         on_loaded()
         for one in self.samplers:
             one.weight_version = weight_version
         return self.samplers
 
-
-@torch.no_grad()
-def send_shards(source: WeightSource, dtype: torch.dtype) -> None:
-    """Take part in rank 0's :meth:`Sampler.update_weights` on a rank without a sampler: send this rank's shards."""
-    weights = [tensor for _, tensor in source.named_weights()]
-    nothing = [torch.empty(0, dtype=dtype, device="meta") for _ in weights]
-    gather_into(nothing, weights, destination=COLLECTOR_RANK)
+    def _gather(self, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and whole weights on the rank with the sampler, and nothing on others, which send their shards;
+        every rank must iterate over all of them.
+        """
+        if self._sender is None:
+            plan = plan_source(source, self._dtype, BUCKET_BYTES)
+            bucket = torch.empty(plan.num_bytes, dtype=torch.uint8, device=self._device) if self.samplers else None
+            self._sender = WeightSender(plan, bucket, destination=COLLECTOR_RANK)
+        for chunk in self._sender.fill(source):
+            if self.samplers:
+                yield from self._sender.plan.tensors(self._sender.bucket, chunk)

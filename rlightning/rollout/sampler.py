@@ -7,7 +7,7 @@ them sleep (:class:`~rlightning.rollout.rank_engines.RankEngines`). A :class:`Sa
 sampler, is in rank 0's process, and also updates its weights and sleeps itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +20,7 @@ from rlightning.types import Prompt, Sample, Trajectory
 from rlightning.types.trajectory import TEMPERATURES
 
 if TYPE_CHECKING:
-    from rlightning.rollout.weights import WeightSource
+    from torch import Tensor
 
 
 MAX_SUPPORT = 128
@@ -244,16 +244,12 @@ class Sampler(TokenSampler, Protocol):
 
     weight_version: int | None
 
-    def update_weights(self, source: "WeightSource", version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, "Tensor"]], version: int) -> None:
         """Copy the actor's weights; called on rank 0, on the trainer's thread, while the sampler is awake.
 
-        Meanwhile the other ranks call :func:`~rlightning.rollout.in_process.send_shards`, which is one
-        :func:`~rlightning.parallel.gathering.gather_into` of all weights to rank 0. With sharded weights this method
-        must issue the same collectives: one ``gather_into`` of all of ``source.named_weights()``, in their order, with
-        ``destination=0`` and outputs of the sampler's dtype. A separate call for each weight would hang.
-
         Args:
-            source: source of the weights.
+            weights: whole weights by Hugging Face names, on the actor's device, in the dtype that the sampler was made
+                with (a buffer in its own); a tensor is valid until the next one is requested.
             version: version of the weights.
         """
 

@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,21 +16,19 @@ from itertools import chain
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from rlightning.errors import EngineError
 from rlightning.models.logprobs import compute_packed_logprobs
-from rlightning.parallel.gathering import gather_into
 from rlightning.parallel.sharding import named_weights
 from rlightning.rollout.decoding import KeyValueCache, build_model, predict_after_prompts, predict_next
 from rlightning.rollout.detokenize import CONTEXT_TOKENS, decode_completions
 from rlightning.rollout.engine import make_samples
 from rlightning.rollout.engine_output import EngineOutput
 from rlightning.rollout.model_files import ModelFiles
-from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.sampler import OnTokens, Sampling
 from rlightning.rollout.token_choice import choose_tokens
-from rlightning.rollout.weights import WeightSource
 from rlightning.types import RolloutBatch, Sample
 
 MAX_PROMPT_TOKENS = 8192
@@ -146,7 +144,7 @@ class TransformersSampler:
     # Weights
 
     @torch.no_grad()
-    def update_weights(self, source: WeightSource, version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy the actor's weights (:meth:`Sampler.update_weights`); running sequences continue with them.
 
         Raises:
@@ -155,10 +153,15 @@ class TransformersSampler:
         with self._model_lock:
             self.weight_version = None
             own = dict(named_weights(self.model))
-            given = dict(source.named_weights())
-            if faults := sorted(given.keys() ^ own.keys()):
+            missing, unknown = set(own), set[str]()
+            for name, weight in weights:
+                if name in own:
+                    own[name].copy_(weight)
+                else:
+                    unknown.add(name)
+                missing -= {name}
+            if faults := sorted(missing | unknown):
                 raise EngineError(f"The actor's weights are not those of the sampler's model: {', '.join(faults[:5])}.")
-            gather_into([own[name] for name in given], list(given.values()), destination=COLLECTOR_RANK)
             self.weight_version = version
 
     def sleep(self) -> None:

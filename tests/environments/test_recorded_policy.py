@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def actor(folder: str) -> Any:
 def sampler(folder: str, actor: Any) -> Iterator[TransformersSampler]:
     options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_length": 96}
     sampler = TransformersSampler(load_config(folder), ModelFiles.read(folder), **options)
-    sampler.update_weights(SimpleNamespace(named_weights=lambda: named_weights(actor)), 3)
+    sampler.update_weights(named_weights(actor), 3)
     yield sampler
     sampler.close()
 

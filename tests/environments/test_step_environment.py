@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -93,8 +92,7 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransformersSa
     actor = load_policy(folder)
     options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_length": 192}
     sampler = TransformersSampler(load_config(folder), ModelFiles.read(folder), max_sequences=1, **options)
-    weights: Any = SimpleNamespace(named_weights=lambda: named_weights(actor))
-    sampler.update_weights(weights, 3)
+    sampler.update_weights(named_weights(actor), 3)
     yield sampler
     sampler.close()
 

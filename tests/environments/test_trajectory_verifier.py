@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def sampler(folder: str, request: pytest.FixtureRequest) -> Iterator[Transformer
     options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": request.param, "max_length": MAX_LENGTH}
     sampler = TransformersSampler(load_config(folder), ModelFiles.read(folder), **options)
     actor = load_policy(folder)
-    sampler.update_weights(SimpleNamespace(named_weights=lambda: named_weights(actor)), 3)
+    sampler.update_weights(named_weights(actor), 3)
     yield sampler
     sampler.close()
 

@@ -20,10 +20,11 @@ from tiny import (
     make_trainer,
 )
 from torch import Tensor
+from transformers import Qwen3Config
 
 from rlightning.algorithms import GRPO
 from rlightning.module import packing
-from rlightning.module.batching import MIN_SAVED_SHARE, find_long_prefixes
+from rlightning.module.batching import find_long_prefixes, least_saved_share
 from rlightning.parallel import DDP
 from rlightning.parallel.collectives import all_reduce
 from rlightning.rollout import Generator, OnCompleted, Sampling
@@ -59,10 +60,29 @@ def test_groups_share_nothing_with_others() -> None:
     assert order == [1, 0, 2] and lengths.tolist() == [0, 0, 2]
 
 
+@pytest.mark.parametrize(
+    ("hidden_size", "inner_size", "num_layers", "num_heads", "expected"),
+    [(1024, 3072, 28, 16, 0.4), (2560, 9728, 36, 32, 0.25), (1024, 4608, 28, 16, 0.308)],
+)
+def test_least_saved_share_falls_with_the_weights_of_a_layer(
+    hidden_size: int, inner_size: int, num_layers: int, num_heads: int, expected: float
+) -> None:
+    """Qwen3-0.6B's shape, 4B's, and 0.6B's with a feed-forward of 1.5 times the size."""
+    config = Qwen3Config(
+        hidden_size=hidden_size,
+        intermediate_size=inner_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    assert least_saved_share(config) == pytest.approx(expected, abs=0.002)
+
+
 @pytest.mark.parametrize("num_prompt", [2, 6, 7, 8, 30])
 def test_auto_shares_from_the_least_saved_share(num_prompt: int, module: GRPO) -> None:
     batch = groups_after(num_prompt)
-    is_shared = 3 * num_prompt / (4 * num_prompt + 40) >= MIN_SAVED_SHARE
+    is_shared = 3 * num_prompt / (4 * num_prompt + 40) >= least_saved_share(module.model_config)
     assert is_shared or num_prompt < 30
     assert not is_shared or num_prompt > 2
     batch.shares_prefixes = module.decide_sharing(batch, 4096)
@@ -156,7 +176,7 @@ def train(
     trainer = make_trainer(folder, 2, generator, precision="64-true", **ranks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "all_reduce", record)
-        patch.setattr(packing, "MIN_SAVED_SHARE", least)
+        patch.setattr(packing, "least_saved_share", lambda _: least)
         trainer.fit(module, make_data(folder))
     return {
         "weights": {name: weight.tolist() for name, weight in full_weights(module.loaded_actor).items()},

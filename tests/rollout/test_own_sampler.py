@@ -1,6 +1,7 @@
 """The sampler of docs/samplers.md: a whole run with it, weights verified."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,9 @@ class Recording:
         self.weight_version: int | None = None
         self.calls: list[str] = []
 
-    def update_weights(self, source: object, version: int) -> None:
-        self.calls.append(f"update_weights {version}")
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        name, weight = next(iter(weights))  # what it leaves, the driver takes
+        self.calls.append(f"update_weights {version} {name} {weight.dtype}")
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -36,12 +38,15 @@ class Recording:
 def test_sampler_is_awake_when_weights_come() -> None:
     sampler: Any = Recording()
     loop: Any = None  # it does not score
-    samplers = InProcessSamplers([InProcessSampler(sampler, loop)], torch.float32, can_sleep=True)
-    source: Any = SimpleNamespace()
+    own, device = [InProcessSampler(sampler, loop)], torch.device("cpu")
+    samplers = InProcessSamplers(own, device, torch.bfloat16, can_sleep=True)
+    weights = {name: torch.nn.Parameter(torch.ones(2)) for name in ("a", "b")}
+    source: Any = SimpleNamespace(named_weights=lambda: iter(weights.items()))
     samplers.update_weights(source, 0, lambda: None, among=samplers.samplers)
     samplers.sleep_before_sync()
     samplers.update_weights(source, 1, lambda: None, among=samplers.samplers)
-    assert sampler.calls == ["wake", "update_weights 0", "sleep", "wake", "update_weights 1"]
+    updates = [f"update_weights {version} a torch.bfloat16" for version in (0, 1)]
+    assert sampler.calls == ["wake", updates[0], "sleep", "wake", updates[1]]
 
 
 def load_rollout_class() -> type:
@@ -88,9 +93,9 @@ def test_sampler_that_keeps_old_weights_is_refused(tmp_path: Path, monkeypatch: 
         sampler = make_sampler(*arguments)
         update = sampler.update_weights
 
-        def update_once(source: Any, version: int) -> None:
+        def update_once(weights: Any, version: int) -> None:
             if version == 0:
-                update(source, version)
+                update(weights, version)
             sampler.weight_version = version
 
         sampler.update_weights = update_once

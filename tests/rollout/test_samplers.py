@@ -77,8 +77,8 @@ def sampler(request: pytest.FixtureRequest, folder: str, actor: Actor) -> Iterat
     else:
         usual: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "max_length": 256}
         sampler = TransformersSampler(load_config(folder), ModelFiles.read(folder), **usual)
-        sampler.update_weights(Actor(folder), 1)
-        sampler.update_weights(actor, VERSION)
+        sampler.update_weights(Actor(folder).named_weights(), 1)
+        sampler.update_weights(actor.named_weights(), VERSION)
         yield sampler
         sampler.close()
 

@@ -14,7 +14,7 @@ import engine_run
 import numpy as np
 import pytest
 import torch
-from engine_models import Actor, Weights, assert_sampled_from, sample_all
+from engine_models import Actor, assert_sampled_from, sample_all
 from tiny_models import save_tiny
 from waiting import PATIENCE_SECONDS
 
@@ -56,7 +56,7 @@ def make(folder: str) -> Iterator[Make]:
             sampler = TransformersSampler(load_config(model or folder), files, **usual | options)
             stack.callback(sampler.close)
             if source is not None:
-                sampler.update_weights(source, 3)
+                sampler.update_weights(source.named_weights(), 3)
             return sampler
 
         yield make
@@ -151,7 +151,7 @@ def test_weights_that_come_meanwhile_sample_what_follows(make: Make, actor: Acto
     async def run() -> list[Sample]:
         long = asyncio.ensure_future(sampler.sample(FIRST, Sampling(max_new_tokens=8), num_samples=2))
         await pause.begin()
-        sampler.update_weights(actor, 4)
+        sampler.update_weights(actor.named_weights(), 4)
         pause.end()
         return await long
 
@@ -165,9 +165,9 @@ def test_incomplete_weights_are_refused(make: Make, actor: Actor) -> None:
     with pytest.raises(EngineError, match="has no weights"):
         asyncio.run(sampler.sample(FIRST, SAMPLING))
     with pytest.raises(EngineError, match=r"not those of the sampler's model: model\.norm\.weight\.$"):
-        sampler.update_weights(Weights(pair for pair in actor.named_weights() if pair[0] != "model.norm.weight"), 1)
+        sampler.update_weights((pair for pair in actor.named_weights() if pair[0] != "model.norm.weight"), 1)
     assert sampler.weight_version is None
-    sampler.update_weights(actor, 1)
+    sampler.update_weights(actor.named_weights(), 1)
     assert len(asyncio.run(sampler.sample(FIRST, SAMPLING, num_samples=2))) == 2
 
 
