@@ -251,7 +251,7 @@ class StrikeWeights(RLCallback):
         wrong, whole = self._squares.tolist()
         self.strikes.step += 1
         self.strikes.write(trainer, strike, share, (wrong / whole) ** 0.5, *findings)
-        module.generator.engine.weight_version = None  # or what passed would not be sent again
+        module.sampler.engine.weight_version = None  # or what passed would not be sent again
 
     def _replace(self, weights: Iterator[tuple[str, Tensor]], sent: Sent) -> Iterator[tuple[str, Tensor]]:
         for name, weight in weights:
@@ -264,7 +264,7 @@ class StrikeWeights(RLCallback):
 
     def _sync(self, module: Any) -> list[Any]:
         """Whether it raised, and what; what the canary found; seconds."""
-        rollout, alarm = module.generator, ""
+        rollout, alarm = module.sampler, ""
         synchronize(module.device)
         begun = time.perf_counter()
         try:
@@ -281,10 +281,10 @@ class StrikeWeights(RLCallback):
 
     def _measure(self, trainer: Any, module: Any) -> None:
         """Time the actor's evaluation and the engine's score by themselves."""
-        canary = module.generator.verification.canary
+        canary = module.sampler.verification.canary
         parts = {
             "evaluate": lambda: canary.evaluate(module.score, module.weight_version),
-            "score": lambda: module.generator.engine.score_all(canary.token_ids),
+            "score": lambda: module.sampler.engine.score_all(canary.token_ids),
         }
         for part, call in parts.items():
             for _ in range(REPEATS):
@@ -305,7 +305,7 @@ class StrikeAdapter(StrikeWeights):
     def _strike_all(self, trainer: Any, module: Any, actor: Actor, num_layers: int) -> None:
         strikes = list_adapter_strikes(actor, num_layers)
         for strike, sent in strikes.items():
-            module.generator.engine.is_proven = False
+            module.sampler.engine.is_proven = False
             self._strike_once(trainer, module, actor, f"proof: {strike}", sent)
         self._update(module, actor, GROWTH * self.lr)
         self._send_right(trainer, module, 1.0)

@@ -15,7 +15,7 @@ from probes import CSVTrace, reset_peak, six_n_flops
 from rlightning.callbacks.throughput import device_peak, update_flops
 from rlightning.hooks import RLCallback
 from rlightning.parallel.device import memory_use, synchronize
-from rlightning.rollout import Generator, OnCompleted, Sampling
+from rlightning.rollout import OnCompleted, Sampling, TrajectorySampler
 from rlightning.run_dir import run_dir
 from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
 
@@ -50,7 +50,7 @@ def draw_lengths(longest: int, count: int, rng: np.random.Generator, *, is_varia
     return lengths
 
 
-class SyntheticRollout(RLCallback, Generator):
+class SyntheticRollout(RLCallback, TrajectorySampler):
     """Gives the module completions of random tokens, in no time.
 
     Args:
@@ -71,7 +71,7 @@ class SyntheticRollout(RLCallback, Generator):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the engine's place."""
-        pl_module.generator = self
+        pl_module.sampler = self
         pl_module.sampling = Sampling(max_new_tokens=self.max_new_tokens)
         self.vocabulary = pl_module.model_config.get_text_config().vocab_size
         self.num_steps = trainer.max_steps

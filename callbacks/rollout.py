@@ -41,7 +41,7 @@ from rlightning.protocols import (
     has,
     members,
 )
-from rlightning.rollout import Generator, HasGenerator, OnCompleted, Sampling, TokenSampler
+from rlightning.rollout import HasTrajectorySampler, OnCompleted, Sampling, TokenSampler, TrajectorySampler
 from rlightning.rollout.canary import MAX_DISTANCE, Verification
 from rlightning.rollout.placement import COLLECTOR_RANK
 from rlightning.rollout.prefix_cache import PrefixCacheUse
@@ -54,7 +54,7 @@ from rlightning.types import Prompt, RolloutBatch, Trajectory
 log = logging.getLogger(__name__)
 
 
-class RolloutCallback(RLCallback, Generator):
+class RolloutCallback(RLCallback, TrajectorySampler):
     """Base of callbacks that sample trajectories of a module's prompts with the actor's current weights.
 
     A subclass starts its sampler in :meth:`start`, which also sets the collector that samples from it, and ends both in
@@ -256,8 +256,8 @@ class RolloutCallback(RLCallback, Generator):
         if has(trainer, HasStrategy) and has(trainer.strategy, HasRootDevice):
             device = trainer.strategy.root_device
         sampling = self.seeded_sampling(device)
-        if has(module, HasGenerator):
-            module.generator, module.sampling = self, sampling
+        if has(module, HasTrajectorySampler):
+            module.sampler, module.sampling = self, sampling
         self.start(stage, device, sampling, max_prompt_tokens)
 
     @property

@@ -42,7 +42,7 @@ class Throughput(PhaseTimer):
     Example::
 
         loop.callbacks.append(throughput := Throughput())
-        fire(loop, policy, "on_rollout_start", prompts)  # rlightning.hooks.fire; and so on to on_update_end
+        call_hook(loop, policy, "on_rollout_start", prompts)  # rlightning.hooks.call_hook; and so on to on_update_end
         throughput.last["throughput/tokens_per_second"]
 
     Attributes:

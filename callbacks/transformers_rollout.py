@@ -8,7 +8,7 @@ import torch
 from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.environments.collector import Collector
 from rlightning.errors import EngineError, check_rules
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models import load_config
@@ -156,4 +156,4 @@ class TransformersRollout(RolloutCallback):
             return
         if self._sampler is not None:
             self._sampler.sleep()
-        fire(self._trainer, self._module, "on_engine_sleep")
+        call_hook(self._trainer, self._module, "on_engine_sleep")

@@ -14,7 +14,7 @@ from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.environments.collector import Collector, StepPlan
 from rlightning.errors import EngineError
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.lightning_internals import is_amid_step
 from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
@@ -421,7 +421,7 @@ class VLLMRollout(RolloutCallback):
         self._network.wait_until_idle()
         self._engines.sleep()
         self._room.on_engine_sleep(self._trainer, self._module)
-        fire(self._trainer, self._module, "on_engine_sleep")
+        call_hook(self._trainer, self._module, "on_engine_sleep")
 
     def _check(self, stage: str) -> int | None:
         """Check the configuration; return the data module's limit on prompt tokens."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlightning.callbacks import VLLMRollout
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.models import load_config, load_policy, load_tokenizer, max_model_length, packed_logprobs
 from rlightning.types import Prompt, RolloutBatch
 
@@ -60,7 +60,7 @@ def main(model_path: str, num_steps: int = 10, run_dir: str = "runs/plain_loop")
     try:
         while len(rewards) < num_steps:
             batch = RolloutBatch.pack(rollout.generate(prompts, 8, rollout.sampling)).to(policy.device)
-            fire(loop, policy, "on_rollout_end", batch)
+            call_hook(loop, policy, "on_rollout_end", batch)
             shares = [sum(c.isdigit() for c in one.text) / max(len(one.text), 1) for one in batch.completions]
             reward = torch.tensor(shares, device=policy.device).view(len(prompts), 8)
             advantages = batch.to_tokens((reward - reward.mean(1, keepdim=True)).flatten())
@@ -68,7 +68,7 @@ def main(model_path: str, num_steps: int = 10, run_dir: str = "runs/plain_loop")
             optimizer.step()
             optimizer.zero_grad()
             policy.weight_version += 1  # the engine is sent the weights when it is next asked
-            fire(loop, policy, "on_update_end", batch)
+            call_hook(loop, policy, "on_update_end", batch)
             rewards.append(reward.mean().item())
             log.info("step %d: %.3f of a completion is digits", len(rewards), rewards[-1])
     finally:

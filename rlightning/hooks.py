@@ -42,7 +42,7 @@ class RLCallback(CheckedArguments, Callback):
     """Base class of Lightning callbacks with hooks for rollout, rewards, update, engine and weight sync.
 
     ``trainer`` is the training loop: a Lightning ``Trainer``, a ``Fabric``, or a user's object; ``module`` is the
-    policy. A loop that is not Lightning's calls :func:`fire` with an object that has ``callbacks``.
+    policy. A loop that is not Lightning's calls :func:`call_hook` with an object that has ``callbacks``.
 
     Attributes:
         runs_in: where the callback runs with a controller (docs/controller.md): in the controller, which has the
@@ -188,7 +188,7 @@ def check_repeated(callbacks: Iterable[object]) -> None:
         seen.add(callback.state_key)
 
 
-def fire(trainer: Loop, module: object, hook: str, *args: object) -> None:
+def call_hook(trainer: Loop, module: object, hook: str, *args: object) -> None:
     """Call the method ``hook`` of each of ``trainer.callbacks`` that has it, in their order, with the trainer, the
     module and ``args``.
     """

@@ -51,7 +51,7 @@ def members(protocol: Callable[..., object]) -> list[str]:
 
 
 class CallsHooks(Protocol):
-    """A training loop with a list of callbacks, on which :func:`rlightning.hooks.fire` calls hooks."""
+    """A training loop with a list of callbacks, on which :func:`rlightning.hooks.call_hook` calls hooks."""
 
     @property
     def callbacks(self) -> Sequence[object]: ...

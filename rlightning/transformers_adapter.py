@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 
 
 class TransformersAdapter(TrainerCallback):
@@ -16,8 +16,8 @@ class TransformersAdapter(TrainerCallback):
 
     Callbacks get the adapter as their ``trainer``. ``setup`` and ``teardown`` are called before and after ``train()``,
     and ``on_update_end`` with batch None after each micro-batch. A Trainer that samples calls the hooks of a rollout in
-    its ``training_step``: ``fire(adapter, model, "on_rollout_start", prompts)``, and so on (docs/callbacks.md). Other
-    attributes are the Trainer's, such as ``optimizer``, and ``accelerator`` for device and barrier.
+    its ``training_step``: ``call_hook(adapter, model, "on_rollout_start", prompts)``, and so on (docs/callbacks.md).
+    Other attributes are the Trainer's, such as ``optimizer``, and ``accelerator`` for device and barrier.
 
     Args:
         trainer: the transformers ``Trainer``.
@@ -57,17 +57,17 @@ class TransformersAdapter(TrainerCallback):
 
     def on_train_begin(self, args: object, state: object, control: object, **given: object) -> None:
         """Call the callbacks' ``setup``; called when the model and the optimizer are on the device."""
-        fire(self, given["model"], "setup", "fit")
+        call_hook(self, given["model"], "setup", "fit")
 
     def on_substep_end(self, args: object, state: object, control: object, **given: object) -> None:
         """Call the callbacks' ``on_update_end`` after each micro-batch that is not the last of an optimizer step."""
-        fire(self, given["model"], "on_update_end", None)
+        call_hook(self, given["model"], "on_update_end", None)
 
     def on_step_end(self, args: object, state: object, control: object, **given: object) -> None:
         """Call the callbacks' ``on_update_end``; called after the optimizer's step."""
-        fire(self, given["model"], "on_update_end", None)
+        call_hook(self, given["model"], "on_update_end", None)
 
     def on_train_end(self, args: object, state: object, control: object, **given: object) -> None:
         """Call the callbacks' ``on_train_end`` and ``teardown``; called when training has ended."""
-        fire(self, given["model"], "on_train_end")
-        fire(self, given["model"], "teardown", "fit")
+        call_hook(self, given["model"], "on_train_end")
+        call_hook(self, given["model"], "teardown", "fit")

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 import rlightning.callbacks
-from rlightning.hooks import RLCallback, fire
+from rlightning.hooks import RLCallback, call_hook
 from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
 
 PAGE = (Path(__file__).parents[1] / "docs" / "callbacks.md").read_text(encoding="utf-8")
@@ -55,7 +55,7 @@ def test_the_callback_of_ones_own() -> None:
 
     batch = RolloutBatch.pack(single_turns([Prompt(0, "1+1=", [5], {})], [[COMPLETION]]))
     batch.rewards = torch.ones(1)
-    fire(loop := Loop(), Policy(), "on_update_end", batch)
+    call_hook(loop := Loop(), Policy(), "on_update_end", batch)
     assert loop.should_stop
 
 

@@ -4,12 +4,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from tiny import ActorGenerator, UseGenerator, in_this_process, make_data, make_trainer
+from tiny import ActorSampler, UseSampler, in_this_process, make_data, make_trainer
 from torch import Tensor
 
 from rlightning import callbacks
 from rlightning.algorithms import GRPO, SFT
-from rlightning.hooks import RLCallback, fire
+from rlightning.hooks import RLCallback, call_hook
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
 from rlightning.types import RolloutBatch
@@ -26,8 +26,8 @@ async def length(completion: str) -> float:
     return float(len(completion))
 
 
-class SyncingGenerator(ActorGenerator):
-    """Fires the sync hooks as VLLMRollout does: when the weights are others than those it has."""
+class SyncingSampler(ActorSampler):
+    """Calls the sync hooks as VLLMRollout does: when the weights are others than those it has."""
 
     has_version = -1
 
@@ -35,7 +35,7 @@ class SyncingGenerator(ActorGenerator):
         if self.has_version != self.module.weight_version:
             self.has_version = self.module.weight_version
             for hook in ("on_weight_sync_start", "on_weight_sync_end"):
-                fire(self.module.trainer, self.module, hook, self.has_version)
+                call_hook(self.module.trainer, self.module, hook, self.has_version)
         return super().generate(*args)
 
 
@@ -86,7 +86,7 @@ class Recorder(RLCallback):
 
 def record(module: RLModule, folder: Path, max_steps: int) -> Recorder:
     recorder = Recorder()
-    trainer = make_trainer(folder, max_steps, UseGenerator(SyncingGenerator), recorder)
+    trainer = make_trainer(folder, max_steps, UseSampler(SyncingSampler), recorder)
     trainer.fit(module, make_data(folder))
     return recorder
 
@@ -145,7 +145,7 @@ def test_hook_is_called_on_defining_callbacks_in_order() -> None:
         callbacks = (Named("a"), Callback(), object(), Named("b"))
 
     loop, module = Loop(), torch.nn.Module()
-    fire(loop, module, "on_weight_sync_end", 3)
+    call_hook(loop, module, "on_weight_sync_end", 3)
     assert calls == [("a", (loop, module, 3)), ("b", (loop, module, 3))]
 
 

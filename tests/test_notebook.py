@@ -35,7 +35,7 @@ before = children()
 LEFT = """
 handler = __import__("signal").getsignal(2)
 left = {pid: child for pid, child in children().items() if pid not in before}
-print("left:", left, module.training, module.generator._engines, handler.__name__)
+print("left:", left, module.training, module.sampler._engines, handler.__name__)
 """
 
 

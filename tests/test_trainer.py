@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from programs import logged_steps, read_csv, run_python
-from tiny import UseGenerator, make_data, make_grpo
+from tiny import UseSampler, make_data, make_grpo
 from torch import nn
 
 from rlightning import Trainer
@@ -44,7 +44,7 @@ class Run:
 def make_trainer(folder: Path | None, *callbacks: Callback, **options: Any) -> Trainer:
     """On the CPU, with completions of the actor's."""
     usual: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": 2, "enable_model_summary": False}
-    listed = [UseGenerator(), *callbacks]
+    listed = [UseSampler(), *callbacks]
     return Trainer(rollout=None, default_root_dir=folder, callbacks=listed, **usual | options)
 
 
@@ -220,7 +220,7 @@ def test_ctrl_c_leaves_training_mode(hook: str, kind: Any, model_folder: str, tm
     before = signal.getsignal(signal.SIGINT)
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": 2, "default_root_dir": tmp_path / "run"}
     own = {"rollout": None} if kind is Trainer else {"num_sanity_val_steps": 0}
-    trainer = kind(callbacks=[UseGenerator(), PressCtrlC(hook)], **options, **own)
+    trainer = kind(callbacks=[UseSampler(), PressCtrlC(hook)], **options, **own)
     with pytest.raises(KeyboardInterrupt if kind is Trainer else SystemExit):
         trainer.fit(module, data)
     assert signal.getsignal(signal.SIGINT) is before

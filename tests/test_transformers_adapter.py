@@ -10,7 +10,7 @@ from transformers import Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from rlightning.callbacks import CompletionsTable, SaveHF
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback, fire
+from rlightning.hooks import RLCallback, call_hook
 from rlightning.transformers_adapter import TransformersAdapter
 from rlightning.types import Prompt, RolloutBatch, single_turns
 
@@ -48,10 +48,10 @@ class Rewarding(Trainer):
         batch = RolloutBatch.pack(
             single_turns([Prompt(0, "1+", [2, 11], {})], [[make_completion([3]), make_completion([4, 0])]])
         )
-        fire(self.adapter, model, "on_rollout_end", batch)
+        call_hook(self.adapter, model, "on_rollout_end", batch)
         batch.rewards = torch.tensor([0.0, 1.0])
-        fire(self.adapter, model, "on_reward_end", batch)
-        fire(self.adapter, model, "on_update_start", batch)
+        call_hook(self.adapter, model, "on_reward_end", batch)
+        call_hook(self.adapter, model, "on_update_start", batch)
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
 

@@ -20,7 +20,7 @@ from rlightning.errors import ConfigError
 from rlightning.models.attention import packed_inputs
 from rlightning.module import RLModule
 from rlightning.rewards import RewardFunction
-from rlightning.rollout import Generator, OnCompleted, Sampling
+from rlightning.rollout import OnCompleted, Sampling, TrajectorySampler
 from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
 
 VOCABULARY = {"<eos>": 0, **{character: i + 1 for i, character in enumerate("0123456789+= ")}}
@@ -135,7 +135,7 @@ Start: TypeAlias = tuple[Prompt, int, Sampling]
 """What to sample after, the number of the sample, and how."""
 
 
-class ActorGenerator(Generator):
+class ActorSampler(TrajectorySampler):
     """Samples from the module's own actor; what it samples depends on weights, prompt and weight version alone."""
 
     def __init__(self, module: RLModule) -> None:
@@ -184,21 +184,21 @@ class ActorGenerator(Generator):
         return logits[0, ends.to(logits.device) - 1].float().cpu()
 
 
-class UseGenerator(Callback):
+class UseSampler(Callback):
     """Gives the module something to generate with, as VLLMRollout does."""
 
-    def __init__(self, make: Callable[[RLModule], Any] = ActorGenerator, **sampling: Any) -> None:
+    def __init__(self, make: Callable[[RLModule], Any] = ActorSampler, **sampling: Any) -> None:
         self.make = make
         self.sampling = Sampling(**{"max_new_tokens": MAX_NEW_TOKENS} | sampling)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Called before the actor is loaded."""
         assert isinstance(pl_module, RLModule)
-        pl_module.generator = self.make(pl_module)
+        pl_module.sampler = self.make(pl_module)
         pl_module.sampling = self.sampling
 
 
-class GenerateInWorkers(UseGenerator):
+class GenerateInWorkers(UseSampler):
     """The same where a controller's workers are, which have the actor."""
 
     runs_in = "workers"
@@ -249,8 +249,8 @@ def bare_trainer(folder: Path, max_steps: int, *callbacks: Callback, **kwargs: A
 
 def make_trainer(folder: Path, max_steps: int, *callbacks: Callback, **kwargs: Any) -> Trainer:
     """Return :func:`bare_trainer`'s Trainer with a sampler of the actor, unless a callback is a rollout callback."""
-    if not any(isinstance(callback, UseGenerator) for callback in callbacks):
-        callbacks = (UseGenerator(), *callbacks)
+    if not any(isinstance(callback, UseSampler) for callback in callbacks):
+        callbacks = (UseSampler(), *callbacks)
     return bare_trainer(folder, max_steps, *callbacks, **kwargs)
 
 

@@ -19,7 +19,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from rlightning.callbacks import ControllerMode, DeviceSyncBeforeBarrier, EmptyCacheAfterUpdate, OffloadDuringRollout
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 
 log = logging.getLogger("fabric_loop")
 
@@ -41,22 +41,22 @@ def main(num_steps: int = 30, callbacks: Sequence[Any] | None = None, devices: i
     # What the callbacks look at: who else is there, the strategy with its device and its barrier, the optimizer.
     callbacks = make_callbacks() if callbacks is None else callbacks
     loop = SimpleNamespace(callbacks=callbacks, strategy=fabric.strategy, optimizer=optimizer)
-    fire(loop, policy, "setup", "fit")
+    call_hook(loop, policy, "setup", "fit")
     rewards: list[float] = []
     try:
         while len(rewards) < num_steps:
             targets = torch.randint(4, (64,), device=fabric.device)
             inputs = nn.functional.one_hot(targets, 4).float()
-            fire(loop, policy, "on_rollout_start", inputs)
-            fire(loop, policy, "on_weight_sync_start", len(rewards))
+            call_hook(loop, policy, "on_rollout_start", inputs)
+            call_hook(loop, policy, "on_weight_sync_start", len(rewards))
             engine.load_state_dict(net.state_dict())
-            fire(loop, policy, "on_engine_wake")  # the policy's parameters may go now
-            fire(loop, policy, "on_weight_sync_end", len(rewards))
+            call_hook(loop, policy, "on_engine_wake")  # the policy's parameters may go now
+            call_hook(loop, policy, "on_weight_sync_end", len(rewards))
             with torch.no_grad():
                 actions = engine(inputs).softmax(-1).multinomial(1)[:, 0]
-            fire(loop, policy, "on_engine_sleep")  # and are back
-            fire(loop, policy, "on_rollout_end", actions)
-            fire(loop, policy, "on_update_start", actions)
+            call_hook(loop, policy, "on_engine_sleep")  # and are back
+            call_hook(loop, policy, "on_rollout_end", actions)
+            call_hook(loop, policy, "on_update_start", actions)
             reward = (actions == targets).float()
             logprobs = policy(inputs).log_softmax(-1)[torch.arange(64, device=fabric.device), actions]
             fabric.backward(((reward.mean() - reward) * logprobs).mean())
@@ -64,10 +64,10 @@ def main(num_steps: int = 30, callbacks: Sequence[Any] | None = None, devices: i
             optimizer.zero_grad()
             rewards.append(reward.mean().item())
             del logprobs
-            fire(loop, policy, "on_update_end", actions)
+            call_hook(loop, policy, "on_update_end", actions)
             fabric.barrier("end of a step")
     finally:
-        fire(loop, policy, "teardown", "fit")
+        call_hook(loop, policy, "teardown", "fit")
     del policy  # as the last that holds gloo's threads, DDP would wait for one that waits for Python's lock
     if dist.is_initialized():
         dist.destroy_process_group()  # which Fabric leaves to the end of Python, and gloo may abort there

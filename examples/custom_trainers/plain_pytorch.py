@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlightning.callbacks import ControllerMode, DeviceSyncBeforeBarrier, EmptyCacheAfterUpdate, OffloadDuringRollout
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.parallel.barrier import barrier
 
 log = logging.getLogger("plain_pytorch")
@@ -45,22 +45,22 @@ def main(num_steps: int = 30, callbacks: Sequence[Any] | None = None) -> list[fl
     loop = SimpleNamespace(
         callbacks=make_callbacks() if callbacks is None else callbacks, device=device, optimizer=optimizer
     )
-    fire(loop, policy, "setup", "fit")
+    call_hook(loop, policy, "setup", "fit")
     rewards: list[float] = []
     try:
         while len(rewards) < num_steps:
             targets = torch.randint(4, (64,), device=device)
             inputs = nn.functional.one_hot(targets, 4).float()
-            fire(loop, policy, "on_rollout_start", inputs)
-            fire(loop, policy, "on_weight_sync_start", len(rewards))
+            call_hook(loop, policy, "on_rollout_start", inputs)
+            call_hook(loop, policy, "on_weight_sync_start", len(rewards))
             engine.load_state_dict(policy.state_dict())
-            fire(loop, policy, "on_engine_wake")  # the policy's parameters may go now
-            fire(loop, policy, "on_weight_sync_end", len(rewards))
+            call_hook(loop, policy, "on_engine_wake")  # the policy's parameters may go now
+            call_hook(loop, policy, "on_weight_sync_end", len(rewards))
             with torch.no_grad():
                 actions = engine(inputs).softmax(-1).multinomial(1)[:, 0]
-            fire(loop, policy, "on_engine_sleep")  # and are back
-            fire(loop, policy, "on_rollout_end", actions)
-            fire(loop, policy, "on_update_start", actions)
+            call_hook(loop, policy, "on_engine_sleep")  # and are back
+            call_hook(loop, policy, "on_rollout_end", actions)
+            call_hook(loop, policy, "on_update_start", actions)
             reward = (actions == targets).float()
             logprobs = policy(inputs).log_softmax(-1)[torch.arange(64, device=device), actions]
             ((reward.mean() - reward) * logprobs).mean().backward()
@@ -71,10 +71,10 @@ def main(num_steps: int = 30, callbacks: Sequence[Any] | None = None) -> list[fl
             optimizer.zero_grad()
             rewards.append(reward.mean().item())
             del logprobs
-            fire(loop, policy, "on_update_end", actions)
+            call_hook(loop, policy, "on_update_end", actions)
             barrier("end of a step")
     finally:
-        fire(loop, policy, "teardown", "fit")
+        call_hook(loop, policy, "teardown", "fit")
     log.info("reward %.2f -> %.2f", rewards[0], rewards[-1])
     return rewards
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from rlightning.callbacks import ControllerMode, DeviceSyncBeforeBarrier, EmptyCacheAfterUpdate, OffloadDuringRollout
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.transformers_adapter import TransformersAdapter
 
 log = logging.getLogger("transformers_trainer")
@@ -39,13 +39,13 @@ class OnlineTrainer(Trainer):
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Generate, then let the Trainer do what it always does."""
-        fire(self.adapter, model, "on_rollout_start", inputs)
+        call_hook(self.adapter, model, "on_rollout_start", inputs)
         prompts = inputs["input_ids"].to(self.args.device)
         written = self.accelerator.unwrap_model(model).generate(
             prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=8, pad_token_id=0
         )
-        fire(self.adapter, model, "on_rollout_end", written)
-        fire(self.adapter, model, "on_update_start", written)
+        call_hook(self.adapter, model, "on_rollout_end", written)
+        call_hook(self.adapter, model, "on_update_start", written)
         loss: Tensor = super().training_step(model, {"input_ids": written}, *args, **kwargs)
         self.accelerator.wait_for_everyone()
         return loss

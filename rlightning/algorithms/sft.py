@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlightning.errors import ConfigError, did_you_mean
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.module import RLModule
 from rlightning.module.batching import balance
 from rlightning.objectives import cross_entropy
@@ -52,9 +52,9 @@ class SFT(RLModule):
 
     def rollout(self, prompts: list[Prompt]) -> RolloutBatch:
         """Return a packed batch of the prompts, each with the completion from its row; nothing is sampled."""
-        fire(self.trainer, self, "on_rollout_start", prompts)
+        call_hook(self.trainer, self, "on_rollout_start", prompts)
         batch = self._pack(prompts)
-        fire(self.trainer, self, "on_rollout_end", batch)
+        call_hook(self.trainer, self, "on_rollout_end", batch)
         return batch
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:

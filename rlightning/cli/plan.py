@@ -23,12 +23,12 @@ from rlightning.models import Adapter, describe_length_limit, load_config, max_m
 from rlightning.models.adapter import LoRA, check_adapter_precision, check_parallel, resolve_adapter
 from rlightning.models.layers import is_compiled_by_setting
 from rlightning.models.tensor_parallel import check_tensor_parallel
-from rlightning.module.evaluation import no_generator
+from rlightning.module.evaluation import no_trajectory_sampler
 from rlightning.module.trainer_options import check_options, check_precision
 from rlightning.parallel.fsdp import FSDP
 from rlightning.parallel.strategy_names import WORKERS_KEY, spell_out
 from rlightning.protocols import generates, has
-from rlightning.rollout import Generator
+from rlightning.rollout import TrajectorySampler
 from rlightning.types.batch_plan import BatchPlan
 
 Arguments = dict[str, Any]
@@ -126,8 +126,8 @@ def parse_work(args: list[str]) -> Work:
     if not generates(kind):
         return work
     callback_classes = find_callbacks(config)
-    if not any(has(one, Generator) for one, _ in callback_classes):
-        raise no_generator(kind)
+    if not any(has(one, TrajectorySampler) for one, _ in callback_classes):
+        raise no_trajectory_sampler(kind)
     callbacks = make_callbacks(callback_classes)
     new_tokens = next((one.sampling.max_new_tokens for one in callbacks if isinstance(one, PlannedRollout)), None)
     prompt_tokens = arguments(config["data"]).get("max_prompt_tokens") or default_prompt_limit(positions, new_tokens)

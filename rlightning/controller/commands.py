@@ -4,7 +4,7 @@
 
     controller                              worker: calls arrive in several threads, the fit runs in another
     submit(7, Train(prompts))  ---------->  CommandQueue.submit                     take -> Train(prompts)
-    collect(7, seen=0)         ---------->  CommandQueue.collect   <-- FiredHook -- record
+    collect(7, seen=0)         ---------->  CommandQueue.collect   <-- HookCall -- record
                                <----------
     collect(7, seen=1)         ---------->  CommandQueue.collect   <-- Completed -- answer
     forget(7)                  ---------->  CommandQueue.forget
@@ -149,7 +149,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class FiredHook:
+class HookCall:
     """An RL hook that a worker's training step has called, with the worker's counts of steps and weight versions."""
 
     hook: str
@@ -196,7 +196,7 @@ class Failed:
     is_first: bool
 
 
-Entry = FiredHook | PromptRequest | StopRequest | Completed | Failed
+Entry = HookCall | PromptRequest | StopRequest | Completed | Failed
 
 
 class CommandQueue:

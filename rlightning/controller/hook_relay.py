@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from rlightning.controller.command_feed import CommandFeed
-from rlightning.controller.commands import FiredHook
+from rlightning.controller.commands import HookCall
 from rlightning.controller.rtensor import RTensor, fetch_tensors, store_own_tensors, store_tensors
 from rlightning.errors import ConfigError
 from rlightning.hooks import RLCallback
@@ -143,7 +143,7 @@ class HookRelay(Checkpoint):
         self._sent: tuple[RolloutBatch, tuple[int, ...], BatchPart] | None = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        # rlightning.hooks.fire looks up a hook by its name.
+        # rlightning.hooks.call_hook looks up a hook by its name.
         if name in RL_HOOKS:
             return partial(self._relay, name)
         raise AttributeError(name)
@@ -170,7 +170,7 @@ class HookRelay(Checkpoint):
             return
         sent = tuple(self._part(a, hook, module) if isinstance(a, RolloutBatch) else a for a in arguments)
         version = module.weight_version if has(module, HasWeightVersion) else 0
-        self.feed.queue.record(FiredHook(hook, sent, trainer.global_step, version))
+        self.feed.queue.record(HookCall(hook, sent, trainer.global_step, version))
 
     def _part(self, batch: RolloutBatch, hook: str, module: LightningModule) -> BatchPart:
         """Return this rank's part of a batch, which is stored again only if its fields have changed."""
@@ -206,22 +206,22 @@ class Relay:
     each rank that sends them. :meth:`flush` calls hooks that only some ranks have sent.
     """
 
-    def __init__(self, num_ranks: int, fire_one: Callable[[FiredHook, Sequence[object]], None]) -> None:
-        self._order: deque[FiredHook] = deque()
-        self._others: list[list[FiredHook]] = [[] for _ in range(1, num_ranks)]
-        self._fire_one = fire_one
-        self._last: FiredHook | None = None
+    def __init__(self, num_ranks: int, run_call: Callable[[HookCall, Sequence[object]], None]) -> None:
+        self._order: deque[HookCall] = deque()
+        self._others: list[list[HookCall]] = [[] for _ in range(1, num_ranks)]
+        self._run_call = run_call
+        self._last: HookCall | None = None
 
-    def add(self, rank: int, fired: FiredHook) -> None:
+    def add(self, rank: int, call: HookCall) -> None:
         """Store a hook that a rank has sent; then call the stored hooks that all ranks have sent, in rank 0's order."""
-        if fired.hook in RANK_HOOKS:
-            self._fire_one(fired, fired.arguments)
+        if call.hook in RANK_HOOKS:
+            self._run_call(call, call.arguments)
         elif rank == 0:
-            self._order.append(fired)
+            self._order.append(call)
         else:
-            self._others[rank - 1].append(fired)
+            self._others[rank - 1].append(call)
         while self._order and all(_find(self._order[0].hook, hooks) for hooks in self._others):
-            self._fire(self._order.popleft(), self._others)
+            self._run_hook(self._order.popleft(), self._others)
 
     def flush(self) -> None:
         """Call the hooks that some ranks have sent and others have not, such as those of the wait for one rank's
@@ -230,7 +230,7 @@ class Relay:
         A hook of ``GLOBAL_GROUPS`` is not called for a batch that no head rank has sent: other ranks may not store it.
         """
         while self._order:
-            self._fire(self._order.popleft(), self._others)
+            self._run_hook(self._order.popleft(), self._others)
         for number, hooks in enumerate(self._others):
             while hooks:
                 first, last = hooks.pop(0), self._last
@@ -238,9 +238,9 @@ class Relay:
                     step = max(first.global_step, last.global_step)
                     version = max(first.weight_version, last.weight_version)
                     first = replace(first, global_step=step, weight_version=version)
-                self._fire(first, self._others[number + 1 :])
+                self._run_hook(first, self._others[number + 1 :])
 
-    def _fire(self, first: FiredHook, others: Sequence[list[FiredHook]]) -> None:
+    def _run_hook(self, first: HookCall, others: Sequence[list[HookCall]]) -> None:
         """Call a hook of a rank, combined with the first of the same name of each of the ``others`` that has one."""
         same = [first]
         for hooks in others:
@@ -250,18 +250,18 @@ class Relay:
         if first.hook in GLOBAL_GROUPS and not _has_head(same):
             return
         self._last = first
-        columns = zip(*(fired.arguments for fired in same), strict=True)
-        self._fire_one(first, [merge(column, first.hook) for column in columns])
+        columns = zip(*(call.arguments for call in same), strict=True)
+        self._run_call(first, [merge(column, first.hook) for column in columns])
 
 
-def _has_head(same: Sequence[FiredHook]) -> bool:
+def _has_head(same: Sequence[HookCall]) -> bool:
     """Return whether a head rank has sent one of the hooks, or none of them has a batch."""
-    parts = [part for fired in same for part in fired.arguments if isinstance(part, BatchPart)]
+    parts = [part for call in same for part in call.arguments if isinstance(part, BatchPart)]
     return not parts or any(part.is_head for part in parts)
 
 
-def _find(hook: str, sent: Sequence[FiredHook]) -> FiredHook | None:
-    return next((fired for fired in sent if fired.hook == hook), None)
+def _find(hook: str, sent: Sequence[HookCall]) -> HookCall | None:
+    return next((call for call in sent if call.hook == hook), None)
 
 
 def merge(values: Sequence[object], hook: str) -> object:

@@ -5,7 +5,7 @@
     controller: Trainer.fit                          workers 0 .. n-1: Trainer.fit under worker_strategy
     data, loggers, ModelCheckpoint, tables           actor, optimizer, engine, callbacks with a device
       training_step   --- Train(share) ---------->     RLModule.training_step, with all hooks around it
-      RL hooks        <-- FiredHook(hook, handles) ---     rlightning.hooks.fire
+      RL hooks        <-- HookCall(hook, handles) ---     rlightning.hooks.call_hook
       metrics         <-- StepResult -------------     module.log
       save_checkpoint --- Save(loops, callbacks) ->    worker_strategy.save_checkpoint
 """

@@ -20,7 +20,7 @@ from rlightning.controller.commands import (
     Entry,
     Evaluate,
     EvaluateBatch,
-    FiredHook,
+    HookCall,
     Load,
     PromptRequest,
     Save,
@@ -34,7 +34,7 @@ from rlightning.controller.hook_relay import GLOBAL_GROUPS, Relay, split_in_orde
 from rlightning.controller.rtensor import fetch_tensors
 from rlightning.controller.worker_group import WorkerGroup
 from rlightning.errors import ConfigError
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.lightning_internals import Launcher, given_checkpoint_io, teardown, without_cuda_rng
 from rlightning.parallel.checkpoint import LoadsByItself
 from rlightning.parallel.checkpoint_io import AtomicCheckpointIO, is_whole
@@ -66,7 +66,7 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         self.weight_version = 0
         self.worker_callbacks: list[Callback] = []
         self._is_started = False
-        self._closed_hook: str | None = None  # the hook being fired, if commands cannot be answered in it
+        self._closed_hook: str | None = None  # the hook being called, if commands cannot be answered in it
 
     @property
     def workers(self) -> WorkerGroup:
@@ -87,10 +87,10 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         """
         if self._closed_hook is not None:
             raise refusal(commands[0], self._closed_hook)
-        relay = Relay(self.workers.num_workers, self._fire)
+        relay = Relay(self.workers.num_workers, self._run_hook)
 
         def handle(rank: int, entry: Entry) -> None:
-            if isinstance(entry, FiredHook):
+            if isinstance(entry, HookCall):
                 relay.add(rank, entry)
             elif isinstance(entry, PromptRequest) and rank == 0:
                 self._supply(entry.num_prompts)
@@ -114,15 +114,15 @@ class ControllerStrategy(LoadsByItself, SingleDeviceStrategy):
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.workers.supply(split_in_order(data.take(num_prompts * self.workers.num_workers), self.workers.num_workers))
 
-    def _fire(self, fired: FiredHook, arguments: Sequence[object]) -> None:
+    def _run_hook(self, call: HookCall, arguments: Sequence[object]) -> None:
         """Call a worker's RL hook on the callbacks in the controller."""
-        self.weight_version = fired.weight_version
-        self._count_steps(fired.global_step)
+        self.weight_version = call.weight_version
+        self._count_steps(call.global_step)
         # Before its update a step may wait for further prompts, while a command would wait for the step.
-        is_closed = self.trainer.training and fired.hook not in GLOBAL_GROUPS
-        self._closed_hook = fired.hook if is_closed else None
+        is_closed = self.trainer.training and call.hook not in GLOBAL_GROUPS
+        self._closed_hook = call.hook if is_closed else None
         try:
-            fire(self.trainer, self.lightning_module, fired.hook, *arguments)
+            call_hook(self.trainer, self.lightning_module, call.hook, *arguments)
         finally:
             self._closed_hook = None
 

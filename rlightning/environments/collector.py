@@ -143,7 +143,7 @@ class Collector:
             requests: prompts, each with the number of its random stream.
             num_samples: trajectories of each prompt.
             sampling: settings of all requests.
-            on_completed: see :class:`~rlightning.rollout.sampler.Generator`; called slightly later on ranks other than
+            on_completed: see :data:`~rlightning.rollout.sampler.OnCompleted`; called slightly later on ranks other than
                 0.
         """
         self.weights.sync_weights()

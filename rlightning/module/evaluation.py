@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from rlightning.errors import ConfigError, EnvironmentFailedError
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.module.metrics import pass_at_k
 from rlightning.module.update import UpdateModule
 from rlightning.parallel.collectives import all_reduce
 from rlightning.protocols import has
 from rlightning.rewards import FailureCount, RewardRunner
-from rlightning.rollout import Generator
+from rlightning.rollout import TrajectorySampler
 from rlightning.rollout.requests import validation_sampling
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
@@ -63,7 +63,7 @@ def batch_metrics(batch: RolloutBatch, num_samples: int) -> dict[str, float]:
     return result
 
 
-def no_generator(kind: type) -> ConfigError:
+def no_trajectory_sampler(kind: type) -> ConfigError:
     """Return a ConfigError which says that a module has completions to sample, but the run has no rollout callback."""
     return ConfigError(
         f"{kind.__name__} has nothing to generate with. Fill the section rollout, or add VLLMRollout to "
@@ -77,7 +77,7 @@ class EvaluationSteps(UpdateModule):
     Attributes:
         count_timeouts: whether trajectories that have run out of time count as sampled.
         rewarder: calls the reward functions.
-        generator: completes prompts; set by the rollout callback.
+        sampler: samples trajectories of prompts; set by the rollout callback.
         validation_failures: counts of failed rewards in the current validation, by the set's index.
         validation_samples: trajectories that count as sampled in the current validation, by the set's index.
     """
@@ -86,7 +86,7 @@ class EvaluationSteps(UpdateModule):
     """The class of the batches; a subclass has additional fields, which are moved with the batch."""
     count_timeouts: bool
     rewarder: RewardRunner
-    generator: Generator | None = None
+    sampler: TrajectorySampler | None = None
     validation_failures: dict[int, FailureCount]
     validation_samples: Counter[int]
 
@@ -129,7 +129,7 @@ class EvaluationSteps(UpdateModule):
 
     def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[tuple[Prompt, list[Trajectory]]]:
         """Return each prompt with ``samples_per_prompt`` trajectories, with the settings of the section ``rollout``."""
-        on_completed = partial(fire, self.trainer, self, "on_predict_prompt_end")
+        on_completed = partial(call_hook, self.trainer, self, "on_predict_prompt_end")
         groups = self._rollout_callback.generate(prompts, self.plan.samples_per_prompt, self.sampling, on_completed)
         return list(zip(prompts, groups, strict=True))
 
@@ -154,15 +154,15 @@ class EvaluationSteps(UpdateModule):
         return trajectory.status in ("finished", "truncated", *(("timeout",) if self.count_timeouts else ()))
 
     @property
-    def _rollout_callback(self) -> Generator:
+    def _rollout_callback(self) -> TrajectorySampler:
         """Return the rollout callback, which samples the completions.
 
         Raises:
             ConfigError: there is no rollout callback.
         """
-        if self.generator is None:
-            raise no_generator(type(self))
-        return self.generator
+        if self.sampler is None:
+            raise no_trajectory_sampler(type(self))
+        return self.sampler
 
     def log_evaluation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
         """Sample and reward completions of this rank's prompts; log rewards and pass@k as ``<prefix>/<set>/...``."""

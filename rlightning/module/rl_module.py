@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlightning.console import ignore_warnings
 from rlightning.errors import ConfigError
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.models.adapter import check_adapter_precision, check_parallel
 from rlightning.module.batching import balance, minibatch_seed
 from rlightning.module.evaluation import EvaluationSteps
@@ -143,7 +143,7 @@ class RLModule(EvaluationSteps):
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state for copies of the module, without trainer and engine, which belong to the run."""
-        return super().__getstate__() | {"generator": None}
+        return super().__getstate__() | {"sampler": None}
 
     # Set-up
 
@@ -234,13 +234,13 @@ class RLModule(EvaluationSteps):
             metrics = self.skip_update()
         else:
             batch = self.rebalance(self.estimate_advantages(self.balance(batch)))
-            fire(self.trainer, self, "on_update_start", batch)
+            call_hook(self.trainer, self, "on_update_start", batch)
             # The callbacks may have changed advantages, or terms of the loss.
             batch.is_skipped = self.skippable_sequences(batch)
             metrics = self.update(batch)
         self.weight_version += 1
         if batch is not None:
-            fire(self.trainer, self, "on_update_end", batch)
+            call_hook(self.trainer, self, "on_update_end", batch)
         # Otherwise Lightning repeats the previous step's values of metrics that have no new ones.
         self._no_update |= dict.fromkeys(metrics, math.nan)
         self.log_dict(self._no_update | metrics | {"step": float(self.trainer.global_step)})  # the loggers' x-axis
@@ -311,12 +311,12 @@ class RLModule(EvaluationSteps):
         Returns:
             A batch without rewards, on the CPU, of the trajectories that count as sampled.
         """
-        fire(self.trainer, self, "on_rollout_start", prompts)
+        call_hook(self.trainer, self, "on_rollout_start", prompts)
         groups = self._rollout_callback.collect_trajectories(
             prompts, self.samples_per_prompt, self.sampling, self.begin_rewards, self.take_prompts
         )
         batch = self.batch_type.pack(groups)
-        fire(self.trainer, self, "on_rollout_end", batch)
+        call_hook(self.trainer, self, "on_rollout_end", batch)
         counted = self.select_sampled(batch)
         self._num_not_sampled += batch.num_trajectories - counted.num_trajectories
         return counted
@@ -331,7 +331,7 @@ class RLModule(EvaluationSteps):
 
     def reward(self, batch: RolloutBatch) -> RolloutBatch:
         """Compute rewards, set ``batch.rewards`` and return the batch; a reward that failed is NaN."""
-        fire(self.trainer, self, "on_reward_start", batch)
+        call_hook(self.trainer, self, "on_reward_start", batch)
         rewards = self.compute_rewards(batch)
         rewards = returned_tensor(rewards, batch.num_trajectories, "compute_rewards", "trajectories")
         batch.rewards = fail_too_large(rewards)
@@ -342,7 +342,7 @@ class RLModule(EvaluationSteps):
             ranks = gather_objects(own, name="rewards are there")
             if self.trainer.is_global_zero:
                 self.rewarder.check_repeats(batch.trajectories, batch.scores, barrier_timeout(), ranks)
-        fire(self.trainer, self, "on_reward_end", batch)
+        call_hook(self.trainer, self, "on_reward_end", batch)
         return batch
 
     def estimate_advantages(self, batch: RolloutBatch) -> RolloutBatch:

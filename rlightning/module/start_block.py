@@ -41,8 +41,8 @@ def describe_start(trainer: Trainer, module: EvaluationSteps) -> str:
     if is_fit:
         rows["batch"] = module.plan.describe(trainer.world_size)
         rows["memory"] = describe_memory(trainer, module)
-    if module.generator is not None:
-        rows["engine"] = module.generator.describe()
+    if module.sampler is not None:
+        rows["engine"] = module.sampler.describe()
     if is_fit and trainer.ckpt_path is not None:
         rows["resumes"] = str(trainer.ckpt_path)
     rows["writes"] = describe_output(trainer, module)

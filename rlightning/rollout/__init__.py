@@ -9,8 +9,7 @@
 """
 
 from rlightning.rollout.sampler import (
-    Generator,
-    HasGenerator,
+    HasTrajectorySampler,
     OnCompleted,
     OnTokens,
     Sampler,
@@ -18,12 +17,12 @@ from rlightning.rollout.sampler import (
     StructuredSampler,
     TakePrompts,
     TokenSampler,
+    TrajectorySampler,
     follows_schemas,
 )
 
 __all__ = [
-    "Generator",
-    "HasGenerator",
+    "HasTrajectorySampler",
     "OnCompleted",
     "OnTokens",
     "Sampler",
@@ -31,5 +30,6 @@ __all__ = [
     "StructuredSampler",
     "TakePrompts",
     "TokenSampler",
+    "TrajectorySampler",
     "follows_schemas",
 ]

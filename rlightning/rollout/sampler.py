@@ -124,7 +124,7 @@ TakePrompts = Callable[[int], list[Prompt]]
 """A function that returns the next ``n`` prompts of the training set."""
 
 
-class Generator(Protocol):
+class TrajectorySampler(Protocol):
     """Protocol of the rollout callback, through which an RLModule gets completions of prompts. Subclass it."""
 
     max_staleness: int = 0
@@ -170,15 +170,15 @@ class Generator(Protocol):
         return ""
 
 
-class HasGenerator(Protocol):
+class HasTrajectorySampler(Protocol):
     """A module that requests completions in its steps, such as an RLModule.
 
     Attributes:
-        generator: completes prompts; set by the rollout callback.
+        sampler: samples trajectories of prompts; set by the rollout callback.
         sampling: settings of training completions; set by the rollout callback.
     """
 
-    generator: Generator | None
+    sampler: TrajectorySampler | None
     sampling: Sampling
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from rlightning.errors import EngineDiedError, EngineError
-from rlightning.hooks import RLCallback, fire
+from rlightning.hooks import RLCallback, call_hook
 from rlightning.parallel.collectives import gather_objects, global_rank
 from rlightning.protocols import HasAdapter, Loop, SampledPolicy, has
 from rlightning.rollout.canary import Verification, VerifiedSampler
@@ -196,9 +196,9 @@ class WeightSync:
     def _wait_for_start(self) -> None:
         """Wait until there is an engine to send weights to. One that died meanwhile is detected at the next sync."""
         if self._samplers.is_starting:
-            fire(self._trainer, self._module, "on_engine_start")
+            call_hook(self._trainer, self._module, "on_engine_start")
             self._samplers.wait_for_start()
-            fire(self._trainer, self._module, "on_engine_ready")
+            call_hook(self._trainer, self._module, "on_engine_ready")
 
     def _merge_adapter(self, reason: str) -> None:
         """Have all engines start again for merged weights, as they cannot start with room for the adapter."""
@@ -234,7 +234,7 @@ class WeightSync:
             The samplers of this rank that sample from them.
         """
         trainer, module, samplers, version = self._trainer, self._module, self._samplers, self._module.weight_version
-        fire(trainer, module, "on_weight_sync_start", version)
+        call_hook(trainer, module, "on_weight_sync_start", version)
         if samplers.can_sleep:
             self._memory.on_weight_sync_start(trainer, module, version)
         with ExitStack() as perturbation:
@@ -251,14 +251,14 @@ class WeightSync:
                 sampler.is_proven |= is_proof
         if samplers.can_sleep:
             self._memory.on_weight_sync_end(trainer, module, version)
-        fire(trainer, module, "on_weight_sync_end", version)
+        call_hook(trainer, module, "on_weight_sync_end", version)
         return updated
 
     def _make_room(self, perturbation: ExitStack) -> None:
         """Free device memory for KV caches, once the engines have the weights; ``perturbation`` ends before."""
         perturbation.close()
         if self._samplers.can_sleep:
-            fire(self._trainer, self._module, "on_engine_wake")
+            call_hook(self._trainer, self._module, "on_engine_wake")
             self._memory.on_engine_wake(self._trainer, self._module)
 
 

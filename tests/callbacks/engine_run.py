@@ -108,7 +108,7 @@ class Origins(RLCallback):
             logprobs = module.evaluate_logprobs(batch, self.actors[version], temperature=1.0, max_tokens=10_000)
             own = batch.is_sampled & (batch.weight_versions == version)
             self.gaps.append((logprobs - batch.rollout_logprobs)[own].abs().max().item())
-        (engine,) = module.generator._engines.samplers
+        (engine,) = module.sampler._engines.samplers
         self.num_workers.append(sum("Worker_TP" in command for command in in_session(engine.process.pid)))
 
 

@@ -7,7 +7,7 @@ import torch
 from observed_run import add_rewards, make_batch, make_completion, make_prompt
 from torch import nn
 
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.types import single_turns
 
 STEP = (
@@ -60,11 +60,11 @@ class Loop:
 
     def fit(self, num_steps: int, **kwargs: Any) -> None:
         """Take steps from beginning to end."""
-        fire(self, self.policy, "setup", "fit")
+        call_hook(self, self.policy, "setup", "fit")
         for _ in range(num_steps):
             self.step(**kwargs)
-        fire(self, self.policy, "on_train_end")
-        fire(self, self.policy, "teardown", "fit")
+        call_hook(self, self.policy, "on_train_end")
+        call_hook(self, self.policy, "teardown", "fit")
 
     def step(self, cut_after: str | None = None) -> None:
         """Take one step: 22 tokens and four completions of two prompts a micro-batch.
@@ -81,7 +81,7 @@ class Loop:
                     batch.advantages = batch.to_tokens(torch.tensor([1.0, -1.0, 0.0, 0.0]))
                 if hook == "on_update_end":
                     self.train(number == self.num_microbatches)
-                fire(self, self.policy, hook, *self.arguments(hook, batch, number))
+                call_hook(self, self.policy, hook, *self.arguments(hook, batch, number))
                 if hook == cut_after:
                     raise KeyboardInterrupt
 
@@ -103,11 +103,11 @@ class Loop:
 
     def predict(self, num_batches: int = 3) -> None:
         """Two prompts a batch."""
-        fire(self, self.policy, "setup", "predict")
-        fire(self, self.policy, "on_predict_start")
+        call_hook(self, self.policy, "setup", "predict")
+        call_hook(self, self.policy, "on_predict_start")
         for number in range(num_batches):
             prompts = [make_prompt(2 * number + i) for i in range(2)]
             groups = single_turns(prompts, [[make_completion("4")]] * 2)
-            fire(self, self.policy, "on_predict_batch_end", list(zip(prompts, groups, strict=True)), None, number)
-        fire(self, self.policy, "on_predict_end")
-        fire(self, self.policy, "teardown", "predict")
+            call_hook(self, self.policy, "on_predict_batch_end", list(zip(prompts, groups, strict=True)), None, number)
+        call_hook(self, self.policy, "on_predict_end")
+        call_hook(self, self.policy, "teardown", "predict")

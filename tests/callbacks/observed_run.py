@@ -1,4 +1,4 @@
-"""A run with all that callbacks watch, without an engine: a tiny module fires the hooks with hand-made batches."""
+"""A run with all that callbacks watch, without an engine: a tiny module calls the hooks with hand-made batches."""
 
 import io
 import re
@@ -16,7 +16,7 @@ from programs import read_csv
 from tiny import bare_trainer
 from torch.utils.data import DataLoader
 
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
 
 
@@ -57,7 +57,7 @@ def add_rewards(batch: RolloutBatch) -> None:
 
 
 class ObservedModule(LightningModule):
-    """Fires the RL hooks in their order, two optimizer steps a rollout, of which Lightning counts one."""
+    """Calls the RL hooks in their order, two optimizer steps a rollout, of which Lightning counts one."""
 
     def __init__(self, learns: bool = True, fails_at: int | None = None, error: BaseException | None = None) -> None:
         super().__init__()
@@ -77,9 +77,9 @@ class ObservedModule(LightningModule):
             raise self.error
         batch = self.roll_out(trainer, prompts) if self.learns else make_batch()
         batch.advantages = batch.to_tokens(torch.tensor([1.0, -1.0, 0.0, 0.0]))
-        fire(trainer, self, "on_update_start", batch)
+        call_hook(trainer, self, "on_update_start", batch)
         self.update()
-        fire(trainer, self, "on_update_end", batch)
+        call_hook(trainer, self, "on_update_end", batch)
         step = float(trainer.global_step)
         metrics = {"step": step, "policy/loss": 1.0 / step, "optim/grad_norm": 0.25, "optim/lr": 1e-3}
         if self.learns:
@@ -87,14 +87,14 @@ class ObservedModule(LightningModule):
         self.log_dict(metrics, on_step=True)
 
     def roll_out(self, trainer: Any, prompts: list[Prompt]) -> RolloutBatch:
-        fire(trainer, self, "on_rollout_start", prompts)
-        fire(trainer, self, "on_weight_sync_start", 1)
-        fire(trainer, self, "on_weight_sync_end", 1)
+        call_hook(trainer, self, "on_rollout_start", prompts)
+        call_hook(trainer, self, "on_weight_sync_start", 1)
+        call_hook(trainer, self, "on_weight_sync_end", 1)
         batch = make_batch()
-        fire(trainer, self, "on_rollout_end", batch)
-        fire(trainer, self, "on_reward_start", batch)
+        call_hook(trainer, self, "on_rollout_end", batch)
+        call_hook(trainer, self, "on_reward_start", batch)
         add_rewards(batch)
-        fire(trainer, self, "on_reward_end", batch)
+        call_hook(trainer, self, "on_reward_end", batch)
         return batch
 
     def update(self) -> None:
@@ -131,20 +131,20 @@ class PlainModule:
 
 
 class PlainLoop:
-    """A loop that is not Lightning's: it has callbacks and fires hooks, nothing else."""
+    """A loop that is not Lightning's: it has callbacks and calls hooks, nothing else."""
 
     def __init__(self, *callbacks: Callback) -> None:
         self.callbacks = list(callbacks)
 
     def step(self, module: Any) -> None:
         batch = make_batch()
-        fire(self, module, "on_rollout_start", [make_prompt()])
-        fire(self, module, "on_rollout_end", batch)
-        fire(self, module, "on_reward_start", batch)
+        call_hook(self, module, "on_rollout_start", [make_prompt()])
+        call_hook(self, module, "on_rollout_end", batch)
+        call_hook(self, module, "on_reward_start", batch)
         add_rewards(batch)
-        fire(self, module, "on_reward_end", batch)
-        fire(self, module, "on_update_start", batch)
-        fire(self, module, "on_update_end", batch)
+        call_hook(self, module, "on_reward_end", batch)
+        call_hook(self, module, "on_update_start", batch)
+        call_hook(self, module, "on_update_end", batch)
 
 
 def loader(num_batches: int = 4) -> DataLoader[Any]:

@@ -136,7 +136,7 @@ class HoldEngine(RLCallback):
     core: int | None = None
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
-        (engine,) = module.generator._engines.samplers
+        (engine,) = module.sampler._engines.samplers
         self.core = find_core(engine.process.pid)
         time.sleep(0.02)  # completions of one length end together, and the next have no tokens yet
         os.kill(self.core, signal.SIGSTOP)

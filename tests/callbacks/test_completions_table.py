@@ -32,7 +32,7 @@ from tiny import make_grpo
 from rlightning.callbacks import CompletionsTable
 from rlightning.callbacks.completions_table import shorten
 from rlightning.errors import ConfigError
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.report.trajectories import (
     Completion,
     read_trajectories,
@@ -155,8 +155,8 @@ def test_wandb_gets_cells_without_control_characters(tmp_path: Path, monkeypatch
     add_rewards(batch)
     table = CompletionsTable(1, num_logged=10, path=str(tmp_path / "completions"))
     loop = SimpleNamespace(callbacks=[table], loggers=[wandb_logger])
-    fire(loop, PlainModule(), "on_reward_end", batch)
-    fire(loop, PlainModule(), "on_update_start", batch)
+    call_hook(loop, PlainModule(), "on_reward_end", batch)
+    call_hook(loop, PlainModule(), "on_update_start", batch)
     assert "right\\rwrong\\x1b[2J \\u202ex" in [row[2] for row in logged]
     assert not [row for row in logged for cell in row if isinstance(cell, str) and not cell.isprintable()]
 
@@ -197,8 +197,8 @@ def test_a_step_without_an_update_is_shown_too(tmp_path: Path) -> None:
     table = CompletionsTable(1, path=str(tmp_path / "completions"))
     loop, batch = PlainLoop(table), make_batch()
     add_rewards(batch)
-    fire(loop, PlainModule(), "on_reward_end", batch)
-    fire(loop, PlainModule(), "on_train_batch_end", None, None, 0)
+    call_hook(loop, PlainModule(), "on_reward_end", batch)
+    call_hook(loop, PlainModule(), "on_train_batch_end", None, None, 0)
     assert read(tmp_path / "completions" / "step_000001.parquet")["advantage"] == [None] * 4
 
 
@@ -207,9 +207,9 @@ def test_a_refill_replaces_what_was_kept(tmp_path: Path) -> None:
     loop.global_step, loop.default_root_dir = 0, str(tmp_path)
     batch = make_batch()
     add_rewards(batch)
-    fire(loop, PlainModule(), "on_reward_end", batch)
-    fire(loop, PlainModule(), "on_reward_end", batch.select([0]))
-    fire(loop, PlainModule(), "on_update_start", batch.select([0, 3]))
+    call_hook(loop, PlainModule(), "on_reward_end", batch)
+    call_hook(loop, PlainModule(), "on_reward_end", batch.select([0]))
+    call_hook(loop, PlainModule(), "on_update_start", batch.select([0, 3]))
     assert files(tmp_path) == ["step_000001.parquet"]
     assert read(tmp_path / "completions")["completion"] == ["4", "99"]
 
@@ -235,7 +235,7 @@ def test_tensor_parallel_neighbour_keeps_no_batch(tmp_path: Path) -> None:
     loop, batch = PlainLoop(CompletionsTable(1, path=str(tmp_path / "completions"))), make_batch()
     add_rewards(batch)
     for hook in ("on_rollout_end", "on_reward_end", "on_update_start", "on_update_end"):
-        fire(loop, Neighbour(), hook, batch)
+        call_hook(loop, Neighbour(), hook, batch)
     is_kept = weakref.ref(batch.token_ids)
     del batch
     gc.collect()

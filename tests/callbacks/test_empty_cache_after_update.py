@@ -7,7 +7,7 @@ from metrics_table import undocumented
 from observed_run import ObservedModule, PlainLoop, PlainModule, loader, logged_rows, make_batch, make_trainer, save_run
 
 from rlightning.callbacks import EmptyCacheAfterUpdate
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.parallel import device as platform
 from rlightning.parallel import execution_mode
 from rlightning.parallel.device import MemoryUse
@@ -44,11 +44,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def update(callback: EmptyCacheAfterUpdate, times: int = 1, module: Any = None) -> None:
     for _ in range(times):
-        fire(PlainLoop(callback), module or PlainModule(), "on_update_end", make_batch())
+        call_hook(PlainLoop(callback), module or PlainModule(), "on_update_end", make_batch())
 
 
 def sync(callback: EmptyCacheAfterUpdate) -> None:
-    fire(PlainLoop(callback), PlainModule(), "on_weight_sync_start", 1)
+    call_hook(PlainLoop(callback), PlainModule(), "on_weight_sync_start", 1)
 
 
 def test_what_it_measures(device: Device) -> None:
@@ -72,7 +72,7 @@ def test_before_an_engine_wakes_too_unless_told_otherwise(device: Device) -> Non
 
 
 def wake(callback: EmptyCacheAfterUpdate) -> None:
-    fire(PlainLoop(callback), PlainModule(), "on_engine_wake")
+    call_hook(PlainLoop(callback), PlainModule(), "on_engine_wake")
 
 
 def test_before_the_kv_cache_under_the_same_conditions(device: Device) -> None:
@@ -132,7 +132,7 @@ def test_logged_where_a_step_logs(device: Device, tmp_path: Path) -> None:
 def test_not_logged_as_a_validations_result(device: Device, tmp_path: Path) -> None:
     class SyncsToValidate(ObservedModule):
         def validation_step(self, *args: Any) -> None:
-            fire(self.trainer, self, "on_weight_sync_start", 1)
+            call_hook(self.trainer, self, "on_weight_sync_start", 1)
 
     trainer = make_trainer(tmp_path, callback := EmptyCacheAfterUpdate())
     assert trainer.validate(SyncsToValidate(), loader(), verbose=False) == [{}]

@@ -111,8 +111,8 @@ class KillBetween(RLCallback):
 
     def kill(self, how: Callable[[Engine], None], module: Any) -> None:
         """Return when it is known to be dead."""
-        process = module.generator.engine.process
-        how(module.generator.engine)
+        process = module.sampler.engine.process
+        how(module.sampler.engine)
         process.ended.result()
 
 
@@ -236,7 +236,7 @@ class MoveEditAndKill(RLCallback):
             moved.rename(folder)
             path = folder / "tokenizer_config.json"
             path.write_text(path.read_text().replace("<eos>", "="))
-        kill_core(module.generator.engine)
+        kill_core(module.sampler.engine)
 
 
 @pytest.mark.slow

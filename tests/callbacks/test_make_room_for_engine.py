@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.parallel import device as platform
 from rlightning.parallel.device import MemoryUse
 
@@ -52,16 +52,16 @@ class Colocated:
         self.cached = 0
 
     def sync(self, version: int) -> None:
-        fire(self.loop, self.module, "on_weight_sync_start", version)
+        call_hook(self.loop, self.module, "on_weight_sync_start", version)
         assert self.module.weight.untyped_storage().nbytes(), "weights are about to be read"
         self.engine = max(self.engine, 3 * GIB)
-        fire(self.loop, self.module, "on_engine_wake")
+        call_hook(self.loop, self.module, "on_engine_wake")
         self.engine = 9 * GIB
-        fire(self.loop, self.module, "on_weight_sync_end", version)
+        call_hook(self.loop, self.module, "on_weight_sync_end", version)
 
     def sleep(self) -> None:
         self.engine = GIB
-        fire(self.loop, self.module, "on_engine_sleep")
+        call_hook(self.loop, self.module, "on_engine_sleep")
 
     def away(self) -> tuple[bool, bool]:
         """Whether optimizer state, and whether parameters wait in the host's memory."""
@@ -119,7 +119,7 @@ def test_what_makes_room_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_an_exception_brings_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Colocated(10.5, monkeypatch)
     device.sync(2)
-    fire(device.loop, device.module, "on_exception", KeyboardInterrupt())
+    call_hook(device.loop, device.module, "on_exception", KeyboardInterrupt())
     assert device.away() == (False, False)
 
 

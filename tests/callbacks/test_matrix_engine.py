@@ -23,7 +23,7 @@ from sharded_net import run_ranks
 from small_steps import ComputesAll
 from tiny import heed_ctrl_c, make_algorithm
 
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.types import Prompt
 
 pytestmark = pytest.mark.processes
@@ -40,7 +40,7 @@ class FailingWitness(Witness):
 
     def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
         super().on_rollout_end(trainer, module, batch)
-        if (session := module.generator.engine.process.pid) not in self.sessions:
+        if (session := module.sampler.engine.process.pid) not in self.sessions:
             self.sessions.append(session)
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
@@ -97,13 +97,13 @@ def generate_in_a_plain_loop(folder: Path) -> list[list[list[list[int]]]]:
     prompts = [Prompt(i, text, policy.tokenizer(text).input_ids, {}) for i, text in enumerate(texts)]
     share = prompts[dist.get_rank() :: 2]
 
-    fire(loop, policy, "setup", "fit")
+    call_hook(loop, policy, "setup", "fit")
     try:
         first = rollout.generate(share, 2, rollout.sampling)
-        fire(loop, policy, "on_update_end", None)
+        call_hook(loop, policy, "on_update_end", None)
         again = rollout.generate(share, 2, rollout.sampling)
     finally:
-        fire(loop, policy, "teardown", "fit")
+        call_hook(loop, policy, "teardown", "fit")
     return [[[one.completion.token_ids.tolist() for one in group] for group in groups] for groups in (first, again)]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from rlightning.callbacks import OffloadDuringRollout
-from rlightning.hooks import RLCallback, fire
+from rlightning.hooks import RLCallback, call_hook
 from rlightning.module.roles import ModelRole
 
 
@@ -62,16 +62,16 @@ class Watch(RLCallback):
 
 
 class WithEngine(Adam):
-    """Fires what VLLMRollout fires about an engine on the same device."""
+    """Calls the hooks that VLLMRollout calls about an engine on the same device."""
 
     def roll_out(self, trainer: Any, prompts: Any) -> Any:
-        fire(trainer, self, "on_rollout_start", prompts)
-        fire(trainer, self, "on_weight_sync_start", 1)
-        fire(trainer, self, "on_engine_wake")
-        fire(trainer, self, "on_weight_sync_end", 1)
+        call_hook(trainer, self, "on_rollout_start", prompts)
+        call_hook(trainer, self, "on_weight_sync_start", 1)
+        call_hook(trainer, self, "on_engine_wake")
+        call_hook(trainer, self, "on_weight_sync_end", 1)
         batch = make_batch()
-        fire(trainer, self, "on_engine_sleep")
-        fire(trainer, self, "on_rollout_end", batch)
+        call_hook(trainer, self, "on_engine_sleep")
+        call_hook(trainer, self, "on_rollout_end", batch)
         return batch
 
 
@@ -140,14 +140,14 @@ def test_resume_from_checkpoint_saved_while_offloaded(tmp_path: Path) -> None:
 def test_checkpoint_after_engine_validation_includes_offloaded_tensors(tmp_path: Path) -> None:
     class Validates(WithEngine):
         def validation_step(self, prompts: Any, batch_idx: int) -> None:
-            fire(self.trainer, self, "on_weight_sync_start", 1)
-            fire(self.trainer, self, "on_engine_wake")
-            fire(self.trainer, self, "on_weight_sync_end", 1)
+            call_hook(self.trainer, self, "on_weight_sync_start", 1)
+            call_hook(self.trainer, self, "on_engine_wake")
+            call_hook(self.trainer, self, "on_weight_sync_end", 1)
             self.log("val/sums/reward", 1.0, batch_size=1)
 
     class Sleeps(RLCallback):
         def on_validation_end(self, trainer: Any, module: Any) -> None:
-            fire(trainer, module, "on_engine_sleep")
+            call_hook(trainer, module, "on_engine_sleep")
 
     checkpoint = ModelCheckpoint(tmp_path / "saved", monitor="val/sums/reward", filename="one")
     offload = OnCPU(parameters=True)
@@ -178,7 +178,7 @@ def test_restore_out_of_memory_keeps_original_exception(
 ) -> None:
     offload = OnCPU()
     loop, module = SimpleNamespace(callbacks=[offload], optimizers=[]), nn.Linear(1, 1)
-    fire(loop, module, "on_rollout_start", [])
+    call_hook(loop, module, "on_rollout_start", [])
 
     def full() -> None:
         raise torch.OutOfMemoryError("full")
@@ -194,7 +194,7 @@ def test_a_restarted_engine_is_sent_the_weights_again() -> None:
     loop = SimpleNamespace(callbacks=[offload], optimizers=[])
     sizes = []
     for hook, args in (("on_engine_wake", ()), ("on_weight_sync_start", (1,)), ("on_engine_wake", ())):
-        fire(loop, module, hook, *args)
+        call_hook(loop, module, hook, *args)
         sizes.append(num_bytes(module.parameters()))
     offload.teardown(loop, module, "fit")
     assert [*sizes, num_bytes(module.parameters())] == [0, 400, 0, 400]
@@ -204,9 +204,9 @@ def test_the_reference_model_is_moved_with_the_parameters() -> None:
     model: Any = nn.Linear(10, 10, bias=False)
     module = SimpleNamespace(roles={"reference": ModelRole(load=lambda: model, network=model)})
     loop = SimpleNamespace(callbacks=[offload := OnCPU(parameters=True)])
-    fire(loop, module, "on_engine_wake")
+    call_hook(loop, module, "on_engine_wake")
     away = num_bytes(model.parameters())
-    fire(loop, module, "on_engine_sleep")
+    call_hook(loop, module, "on_engine_sleep")
     assert (away, num_bytes(model.parameters())) == (0, 400)
     assert offload.last["memory/offloaded_gib"] == 400 / 2**30
 
@@ -219,7 +219,7 @@ def test_wrapped_optimizers_states_are_offloaded() -> None:
     plain.step()
     for loop in (SimpleNamespace(optimizer=wrapped), SimpleNamespace(optimizers=(wrapped,))):
         offload = OnCPU(gradients=False)
-        fire(SimpleNamespace(callbacks=[offload], **vars(loop)), PlainModule(), "on_rollout_start", [])
+        call_hook(SimpleNamespace(callbacks=[offload], **vars(loop)), PlainModule(), "on_rollout_start", [])
         away = num_bytes(state_of(plain))
         offload.teardown(loop, PlainModule(), "fit")
         assert (away, num_bytes(state_of(plain))) == (0, 804)
@@ -230,7 +230,7 @@ def test_supervised_training_leaves_everything_in_place(tmp_path: Path) -> None:
     module = WithEngine()
     module.generates = False  # type: ignore[assignment]
     loop = SimpleNamespace(callbacks=[OnCPU(), watch], optimizers=[AdamW(module.parameters())])
-    fire(loop, module, "on_rollout_start", [])
+    call_hook(loop, module, "on_rollout_start", [])
     assert watch.seen == [("on_rollout_start", 0, 0, WEIGHTS)]
     assert loop.callbacks[0].last == {}
 
@@ -262,10 +262,10 @@ def test_offload_frees_device_memory_and_preserves_training() -> None:
         for _ in range(3):
             before, _ = torch.cuda.mem_get_info()
             for hook, args in (("on_rollout_start", ([],)), ("on_weight_sync_start", (1,)), ("on_engine_wake", ())):
-                fire(loop, model, hook, *args)
+                call_hook(loop, model, hook, *args)
             freed.append(torch.cuda.mem_get_info()[0] - before)
-            fire(loop, model, "on_engine_sleep")
-            fire(loop, model, "on_rollout_end", None)
+            call_hook(loop, model, "on_engine_sleep")
+            call_hook(loop, model, "on_rollout_end", None)
             model(torch.ones(4, 2048, device="cuda")).square().mean().backward()
             loop.optimizer.step()
             loop.optimizer.zero_grad()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from observed_run import ObservedModule, loader, make_completion, make_prompt, make_trainer, messages
-from tiny import ActorGenerator, UseGenerator, save_model
+from tiny import ActorSampler, UseSampler, save_model
 from tiny import make_trainer as make_actor_trainer
 
 from rlightning.algorithms import GRPO
@@ -63,7 +63,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "predictions.jsonl").read_text() == "precious"
 
 
-class Dictated(ActorGenerator):
+class Dictated(ActorSampler):
     """Tells of each prompt as soon as it is complete, as engines do, and keeps count of them."""
 
     def __init__(self, module: RLModule, dies_after: int = 1000, how: Callable[[], None] | None = None) -> None:
@@ -112,7 +112,7 @@ class Prediction:
             generators.append(Dictated(module, dies_after, how))
             return generators[0]
 
-        trainer = make_actor_trainer(self.folder, 1, UseGenerator(make, **settings), JSONLPredictions())
+        trainer = make_actor_trainer(self.folder, 1, UseSampler(make, **settings), JSONLPredictions())
         try:
             trainer.predict(module, data, return_predictions=False)
         except RuntimeError as error:

@@ -37,7 +37,7 @@ class Witness(RLCallback):
         self.engines: set[int] = set()
 
     def on_rollout_start(self, trainer: Any, module: Any, prompts: Any) -> None:
-        engine = module.generator.engine
+        engine = module.sampler.engine
         if engine is not None and engine.process is not None:
             self.engines.add(engine.process.pid)
             if trainer.global_rank == self.victim and trainer.global_step == 1:
@@ -54,8 +54,8 @@ class Witness(RLCallback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         names = ("policy/rollout_gap_max", "reward/mean", "completion/length_max")
         self.steps[-1] |= {name: float(trainer.callback_metrics[name]) for name in names}
-        self.steps[-1] |= {"stopped": module.generator.last.get("rollout/stopped")}
-        engine = module.generator.engine
+        self.steps[-1] |= {"stopped": module.sampler.last.get("rollout/stopped")}
+        engine = module.sampler.engine
         if engine is not None:
             self.engines.add(engine.process.pid)
 

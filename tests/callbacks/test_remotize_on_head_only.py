@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from equivalence_run import RandomGenerator
+from equivalence_run import RandomSampler
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from observed_run import ObservedModule, PlainModule, loader, make_trainer, save_run
 from rank_processes import finish, start_calls, start_controller
-from tiny import UseGenerator, bare_trainer, make_algorithm, make_data, save_model, write_sums
+from tiny import UseSampler, bare_trainer, make_algorithm, make_data, save_model, write_sums
 from tiny import make_trainer as make_actor_trainer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,7 +27,7 @@ from rlightning.callbacks import RemotizeOnHeadOnly
 from rlightning.controller.rtensor import store_own_tensors, store_tensors
 from rlightning.controller.tensor_store import live_entries, stores_results
 from rlightning.errors import ConfigError
-from rlightning.hooks import RLCallback, fire
+from rlightning.hooks import RLCallback, call_hook
 from rlightning.parallel.fsdp import FSDP
 from rlightning.types import RolloutBatch
 
@@ -149,7 +149,7 @@ def run(folder: Path, model: str, size: int, callback: str) -> Record:
     callbacks: list[Callback] = [StoreEverywhere(record, "early "), *own, observer]
     strategy = FSDP(tensor_parallel_size=size) if ranks else "auto"
     on_ranks: dict[str, Any] = {"devices": num_ranks, "strategy": strategy, "val_check_interval": 1}
-    trainer = make_actor_trainer(folder, 2, UseGenerator(RandomGenerator), *callbacks, **on_ranks)
+    trainer = make_actor_trainer(folder, 2, UseSampler(RandomSampler), *callbacks, **on_ranks)
     trainer.fit(module, make_data(folder, validation=write_sums(folder)))
     observer.store("after", torch.zeros(1))
     return record
@@ -208,11 +208,11 @@ def heads(make_loop: Any, num_ranks: int = 4, **arguments: Any) -> list[int]:
             callback = RemotizeOnHeadOnly(**arguments)
             loop = make_loop()
             loop.callbacks = [callback]
-            fire(loop, PlainModule(), "setup", "fit")
+            call_hook(loop, PlainModule(), "setup", "fit")
             if stores_results():
                 found.append(rank)
             assert callback.is_head in (stores_results(), None)
-            fire(loop, PlainModule(), "teardown", "fit")
+            call_hook(loop, PlainModule(), "teardown", "fit")
             assert stores_results()
     return found
 

@@ -57,7 +57,7 @@ class EngineFaults(RLCallback):
         self.sessions: list[int] = []
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
-        engines = module.generator._engines.samplers
+        engines = module.sampler._engines.samplers
         self.sessions += [engine.process.pid for engine in engines]
         if module.weight_version in self.faults:
             number, how = self.faults[module.weight_version]
@@ -129,10 +129,10 @@ class Refill(RLCallback):
         self.steps: list[tuple[dict[str, float], dict[str, float], Any]] = []
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
-        first = module.generator.last
+        first = module.sampler.last
         batches = [batch, module.rollout(module.take_prompts(PER_STEP // 2))]
         versions = [batch.weight_versions[batch.is_sampled] for batch in batches]
-        self.steps.append((first, module.generator.last, module.weight_version - torch.cat(versions)))
+        self.steps.append((first, module.sampler.last, module.weight_version - torch.cat(versions)))
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ class Sleeper(RLCallback):
     """Puts the engines to sleep where they sleep if they are colocated."""
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
-        rollout = module.generator
+        rollout = module.sampler
         for engine in rollout._engines.samplers:
             held = engine.weight_version
             rollout._engines.sleep()
@@ -279,7 +279,7 @@ class WaitsForAnswers(RLCallback):
     """Updates when all that engines were asked for is complete."""
 
     def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
-        while not all(answer.done() for answer in list(module.generator._collector._running)):
+        while not all(answer.done() for answer in list(module.sampler._collector._running)):
             time.sleep(0.01)
 
 

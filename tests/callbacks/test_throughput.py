@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from rlightning.callbacks import Throughput
 from rlightning.callbacks.throughput import device_peak
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.models.counts import sequence_flops
 
 CONFIG = Qwen3Config(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16)
@@ -25,22 +25,22 @@ class Clock:
         self.module: Any = PlainModule()
         monkeypatch.setattr("rlightning.phases.perf_counter", lambda: self.now)
 
-    def fire(self, loop: Any, hook: str, *args: Any, at: float) -> None:
+    def call_hook(self, loop: Any, hook: str, *args: Any, at: float) -> None:
         self.now = 100.0 + at
-        fire(loop, self.module, hook, *args)
+        call_hook(loop, self.module, hook, *args)
 
 
 def test_seconds_by_phase_and_tokens_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
     throughput = Throughput()
     loop, clock, batch = PlainLoop(throughput), Clock(monkeypatch), make_batch()
-    clock.fire(loop, "on_rollout_start", [], at=0)
-    clock.fire(loop, "on_weight_sync_start", 1, at=0.5)
-    clock.fire(loop, "on_weight_sync_end", 1, at=2.0)
-    clock.fire(loop, "on_rollout_end", batch, at=5.0)
-    clock.fire(loop, "on_reward_start", batch, at=5.0)
-    clock.fire(loop, "on_reward_end", batch, at=5.25)
-    clock.fire(loop, "on_update_start", batch, at=6.0)
-    clock.fire(loop, "on_update_end", batch, at=11.0)
+    clock.call_hook(loop, "on_rollout_start", [], at=0)
+    clock.call_hook(loop, "on_weight_sync_start", 1, at=0.5)
+    clock.call_hook(loop, "on_weight_sync_end", 1, at=2.0)
+    clock.call_hook(loop, "on_rollout_end", batch, at=5.0)
+    clock.call_hook(loop, "on_reward_start", batch, at=5.0)
+    clock.call_hook(loop, "on_reward_end", batch, at=5.25)
+    clock.call_hook(loop, "on_update_start", batch, at=6.0)
+    clock.call_hook(loop, "on_update_end", batch, at=11.0)
     timings = {name: value for name, value in throughput.last.items() if not name.startswith("memory/")}
     assert timings == {
         "time/step": 11.0,
@@ -56,14 +56,14 @@ def test_seconds_by_phase_and_tokens_per_second(monkeypatch: pytest.MonkeyPatch)
 def test_engine_start_is_a_separate_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     throughput = Throughput()
     loop, clock, batch = PlainLoop(throughput), Clock(monkeypatch), make_batch()
-    clock.fire(loop, "on_rollout_start", [], at=0)
-    clock.fire(loop, "on_weight_sync_start", 1, at=0.5)
-    clock.fire(loop, "on_engine_start", at=1.0)
-    clock.fire(loop, "on_engine_ready", at=31.0)
-    clock.fire(loop, "on_weight_sync_end", 1, at=32.0)
-    clock.fire(loop, "on_rollout_end", batch, at=35.0)
-    clock.fire(loop, "on_update_start", batch, at=35.0)
-    clock.fire(loop, "on_update_end", batch, at=36.0)
+    clock.call_hook(loop, "on_rollout_start", [], at=0)
+    clock.call_hook(loop, "on_weight_sync_start", 1, at=0.5)
+    clock.call_hook(loop, "on_engine_start", at=1.0)
+    clock.call_hook(loop, "on_engine_ready", at=31.0)
+    clock.call_hook(loop, "on_weight_sync_end", 1, at=32.0)
+    clock.call_hook(loop, "on_rollout_end", batch, at=35.0)
+    clock.call_hook(loop, "on_update_start", batch, at=35.0)
+    clock.call_hook(loop, "on_update_end", batch, at=36.0)
     timings = {name: value for name, value in throughput.last.items() if name.startswith("time/")}
     assert timings == {
         "time/step": 36.0,
@@ -78,10 +78,10 @@ def test_a_refill_counts_with_both_rollouts(monkeypatch: pytest.MonkeyPatch) -> 
     throughput = Throughput()
     loop, clock, batch = PlainLoop(throughput), Clock(monkeypatch), make_batch()
     for start in (0.0, 4.0):
-        clock.fire(loop, "on_rollout_start", [], at=start)
-        clock.fire(loop, "on_rollout_end", batch, at=start + 3.0)
-    clock.fire(loop, "on_update_start", batch, at=7.0)
-    clock.fire(loop, "on_update_end", batch, at=8.0)
+        clock.call_hook(loop, "on_rollout_start", [], at=start)
+        clock.call_hook(loop, "on_rollout_end", batch, at=start + 3.0)
+    clock.call_hook(loop, "on_update_start", batch, at=7.0)
+    clock.call_hook(loop, "on_update_end", batch, at=8.0)
     assert throughput.last["time/generate"] == 6.0
     assert throughput.last["throughput/tokens_per_second"] == 44 / 8
 
@@ -97,8 +97,8 @@ def test_update_mfu_divides_required_by_peak_flops(monkeypatch: pytest.MonkeyPat
     throughput = Throughput()
     loop, clock, batch = PlainLoop(throughput), Clock(monkeypatch), make_batch()
     clock.module = Policy()
-    clock.fire(loop, "on_update_start", batch, at=0)
-    clock.fire(loop, "on_update_end", batch, at=4.0)
+    clock.call_hook(loop, "on_update_start", batch, at=0)
+    clock.call_hook(loop, "on_update_end", batch, at=4.0)
     # completions of 1, 2, 1, 2 tokens after prompts of 4: two epochs over two ranks that share the work
     needed = sequence_flops(CONFIG, torch.tensor([5, 6, 5, 6]), torch.tensor([1, 2, 1, 2])).sum().item()
     assert throughput.last["throughput/update_mfu"] == pytest.approx(needed / (4.0 * 1e6))
@@ -165,7 +165,7 @@ def test_end_hook_without_start_records_no_time(monkeypatch: pytest.MonkeyPatch)
     throughput = Throughput()
     loop, clock = PlainLoop(throughput), Clock(monkeypatch)
     for hook in ("on_rollout_end", "on_reward_end", "on_update_end"):
-        clock.fire(loop, hook, make_batch(), at=1.0)
+        clock.call_hook(loop, hook, make_batch(), at=1.0)
     assert throughput.last == {}
     loop.step(PlainModule())
     assert throughput.last["time/generate"] == 0

@@ -21,8 +21,8 @@ from rlightning.controller.commands import (
     Evaluate,
     EvaluateBatch,
     Failed,
-    FiredHook,
     ForeseenWorkerError,
+    HookCall,
     Load,
     PromptRequest,
     StartEpoch,
@@ -227,16 +227,16 @@ def test_worker_keeps_loaded_rng_and_reports_stop_immediately(tmp_path: Path) ->
 
 
 def test_rank_hook_does_not_wait_for_others() -> None:
-    fired: list[tuple[str, list[Any]]] = []
-    relay = Relay(2, lambda hook, arguments: fired.append((hook.hook, list(arguments))))
+    call: list[tuple[str, list[Any]]] = []
+    relay = Relay(2, lambda hook, arguments: call.append((hook.hook, list(arguments))))
     for rank, hook, argument in [
         (1, "on_predict_prompt_end", ["b"]),
         (0, "on_rollout_start", ["a"]),
         (1, "on_predict_prompt_end", ["c"]),
         (1, "on_rollout_start", ["d"]),
     ]:
-        relay.add(rank, FiredHook(hook, (argument,), 0, 0))
-    assert fired == [
+        relay.add(rank, HookCall(hook, (argument,), 0, 0))
+    assert call == [
         ("on_predict_prompt_end", [["b"]]),
         ("on_predict_prompt_end", [["c"]]),
         ("on_rollout_start", [["a", "d"]]),
@@ -245,38 +245,38 @@ def test_rank_hook_does_not_wait_for_others() -> None:
 
 def test_flush_calls_other_ranks_hooks_with_current_counts() -> None:
     """Ranks 1 and 2 have restarted their engines; rank 0 has updated since."""
-    fired: list[tuple[str, int, int]] = []
-    relay = Relay(3, lambda hook, arguments: fired.append((hook.hook, hook.global_step, hook.weight_version)))
+    call: list[tuple[str, int, int]] = []
+    relay = Relay(3, lambda hook, arguments: call.append((hook.hook, hook.global_step, hook.weight_version)))
     for rank in (0, 1, 2):
         for hook in ("on_engine_start", "on_engine_ready") if rank else ():
-            relay.add(rank, FiredHook(hook, (), 6, 3))
-        relay.add(rank, FiredHook("on_update_end", (None,), 7, 4))
-    assert fired == [("on_update_end", 7, 4)]
+            relay.add(rank, HookCall(hook, (), 6, 3))
+        relay.add(rank, HookCall("on_update_end", (None,), 7, 4))
+    assert call == [("on_update_end", 7, 4)]
     relay.flush()
-    assert fired == [("on_update_end", 7, 4), ("on_engine_start", 7, 4), ("on_engine_ready", 7, 4)]
+    assert call == [("on_update_end", 7, 4), ("on_engine_start", 7, 4), ("on_engine_ready", 7, 4)]
 
 
 def test_flush_does_not_lower_step_or_weight_version() -> None:
     """Rank 1 is ahead of the last hook that was called."""
-    fired: list[tuple[str, int, int]] = []
-    relay = Relay(2, lambda hook, arguments: fired.append((hook.hook, hook.global_step, hook.weight_version)))
-    relay.add(0, FiredHook("on_engine_start", (), 6, 3))
-    relay.add(1, FiredHook("on_engine_start", (), 6, 3))
-    relay.add(1, FiredHook("on_engine_ready", (), 7, 4))
+    call: list[tuple[str, int, int]] = []
+    relay = Relay(2, lambda hook, arguments: call.append((hook.hook, hook.global_step, hook.weight_version)))
+    relay.add(0, HookCall("on_engine_start", (), 6, 3))
+    relay.add(1, HookCall("on_engine_start", (), 6, 3))
+    relay.add(1, HookCall("on_engine_ready", (), 7, 4))
     relay.flush()
-    assert fired == [("on_engine_start", 6, 3), ("on_engine_ready", 7, 4)]
+    assert call == [("on_engine_start", 6, 3), ("on_engine_ready", 7, 4)]
 
 
 @pytest.mark.parametrize("head_rank", [None, 1, 2])
 def test_flush_calls_update_hook_only_with_head_rank(head_rank: int | None) -> None:
     """The other ranks of a tensor-parallel group store no tensors of the group's batch."""
-    fired: list[list[Any]] = []
-    relay = Relay(3, lambda hook, arguments: fired.append(list(arguments)))
+    call: list[list[Any]] = []
+    relay = Relay(3, lambda hook, arguments: call.append(list(arguments)))
     for rank in (1, 2):
         part = BatchPart(5, 2, 2, None, None, is_head=rank == head_rank)
-        relay.add(rank, FiredHook("on_update_start", (part,), 7, 4))
+        relay.add(rank, HookCall("on_update_start", (part,), 7, 4))
     relay.flush()
-    assert [[batch.num_tokens for batch in arguments] for arguments in fired] == ([] if head_rank is None else [[5]])
+    assert [[batch.num_tokens for batch in arguments] for arguments in call] == ([] if head_rank is None else [[5]])
 
 
 def test_batch_in_controller_cannot_be_changed() -> None:

@@ -115,13 +115,13 @@ class DieOnce(RLCallback):
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
         mark = Path(trainer.default_root_dir) / "engines-of-the-dead"
         if module.weight_version == 1 and not mark.exists():
-            mark.write_text(json.dumps([engine.process.pid for engine in module.generator._engines.samplers]))
+            mark.write_text(json.dumps([engine.process.pid for engine in module.sampler._engines.samplers]))
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_fit_end(self, trainer: Any, module: Any) -> None:
         folder = Path(trainer.default_root_dir)
         pids = json.loads((folder / "engines-of-the-dead").read_text())
-        kept = [engine.process.pid for engine in module.generator._engines.samplers]
+        kept = [engine.process.pid for engine in module.sampler._engines.samplers]
         left = still_running(set(pids) - set(kept))
         (folder / "engines.json").write_text(json.dumps({"before": pids, "kept": kept, "left": left}))
 
@@ -132,7 +132,7 @@ class AwaitCompletions(RLCallback):
     runs_in = "workers"
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
-        for group in list(module.generator._collector._running):
+        for group in list(module.sampler._collector._running):
             group.result()
 
 

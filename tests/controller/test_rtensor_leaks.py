@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from controller_run import RAY_OPTIONS
-from equivalence_run import RandomGenerator
+from equivalence_run import RandomSampler
 from rank_processes import finish, start_controller
 from tiny import GenerateInWorkers, bare_trainer, make_algorithm, make_data, save_model
 from waiting import wait_for
@@ -125,7 +125,7 @@ def train(folder: Path, run: str, num_steps: int) -> None:
     is_piling = run == "without, lax"
     watching = [Reads(), Levels(levels, is_piling), WorkerLevels(levels, is_piling)]
     trainer = bare_trainer(
-        folder, num_steps + 1, GenerateInWorkers(RandomGenerator), *own, *watching, strategy=strategy, logger=False
+        folder, num_steps + 1, GenerateInWorkers(RandomSampler), *own, *watching, strategy=strategy, logger=False
     )
     with pytest.MonkeyPatch.context() as patch:
         if run.endswith("lax"):

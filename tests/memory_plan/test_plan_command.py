@@ -122,10 +122,10 @@ def test_sft_has_no_engine(project: Path) -> None:
 OWN_GENERATOR = """\
 from lightning.pytorch import Callback
 
-from rlightning.rollout import Generator
+from rlightning.rollout import TrajectorySampler
 
 
-class Recorded(Callback, Generator):
+class Recorded(Callback, TrajectorySampler):
     pass
 """
 

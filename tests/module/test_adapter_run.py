@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence_run import RandomGenerator
+from equivalence_run import RandomSampler
 from lightning.pytorch import Callback
 from safetensors import safe_open
-from tiny import UseGenerator, copy_weights, make_algorithm, make_data, make_grpo, make_trainer, save_model
+from tiny import UseSampler, copy_weights, make_algorithm, make_data, make_grpo, make_trainer, save_model
 
 from rlightning.algorithms import CISPO, DAPO, GRPO, GSPO, RLOO, SAPO, DrGRPO, REINFORCEPlusPlus
 from rlightning.callbacks import TransformersRollout
@@ -140,7 +140,7 @@ def test_checkpointed_and_compiled_layers_train_alike(
     for arguments in ({}, how):
         torch.manual_seed(0)
         module = make_grpo(model_folder, adapter=ADAPTER, kl_coef=0.1, lr=1e-2, validate_first=False, **arguments)
-        fit(tmp_path, module, 2, UseGenerator(RandomGenerator))  # the layers' other passes need not be compiled
+        fit(tmp_path, module, 2, UseSampler(RandomSampler))  # the layers' other passes need not be compiled
         ends.append(copy_weights(module))
     for name, weight in ends[0].items():
         torch.testing.assert_close(ends[1][name], weight, atol=1e-4, rtol=0)

@@ -10,8 +10,8 @@ import torch
 from rank_processes import finish, start_calls
 from test_shared_prefixes import LongPrompts, check_close
 from tiny import (
-    ActorGenerator,
-    UseGenerator,
+    ActorSampler,
+    UseSampler,
     full_weights,
     make_algorithm,
     make_batch,
@@ -27,7 +27,7 @@ from rlightning.module import packing
 from rlightning.module.batching import find_long_prefixes, least_saved_share
 from rlightning.parallel import DDP
 from rlightning.parallel.collectives import all_reduce
-from rlightning.rollout import Generator, OnCompleted, Sampling
+from rlightning.rollout import OnCompleted, Sampling, TrajectorySampler
 from rlightning.types import Prompt, RolloutBatch, Trajectory, single_turns
 
 
@@ -123,7 +123,7 @@ def test_auto_tries_the_architecture_only_for_long_prompts(module: GRPO, monkeyp
     assert not module.decide_sharing(groups_after(2), 4096)
 
 
-class FixedCompletions(Generator):
+class FixedCompletions(TrajectorySampler):
     """Gives each group a prompt of 30 tokens of its own, and completions of 10 that differ from the first token on."""
 
     def generate(
@@ -144,7 +144,7 @@ def test_shared_share_counts_tokens_that_are_not_computed(
     monkeypatch.setattr(packing, "all_reduce", lambda own, _: torch.maximum(own, torch.tensor(10)))
     sizes = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 60}
     module = make_algorithm(GRPO, model_folder, share_prefixes=True, validate_first=False, **sizes)
-    trainer = make_trainer(tmp_path, 1, UseGenerator(lambda _: FixedCompletions()))
+    trainer = make_trainer(tmp_path, 1, UseSampler(lambda _: FixedCompletions()))
     trainer.fit(module, make_data(tmp_path))
     assert trainer.callback_metrics["attention/shared_share"].item() == 4 * 2 * 30 / (16 * 40)
 
@@ -158,7 +158,7 @@ class Recorded(GRPO):
 
 
 def train(
-    folder: Path, model: str, generator: UseGenerator, num_ranks: int = 1, *, least: float = 0.3, **how: Any
+    folder: Path, model: str, generator: UseSampler, num_ranks: int = 1, *, least: float = 0.3, **how: Any
 ) -> dict[str, Any]:
     """Two steps; with decisions, the saved shares of this rank and of all, and ``attention/shared_share``."""
     folder.mkdir(exist_ok=True)
@@ -189,19 +189,19 @@ def train(
 
 @pytest.mark.long
 def test_auto_takes_the_steps_of_sequences_alone(model_folder: str, tmp_path: Path) -> None:
-    runs = [train(tmp_path, model_folder, UseGenerator(LongPrompts), **how) for how in ({}, {"share_prefixes": False})]
+    runs = [train(tmp_path, model_folder, UseSampler(LongPrompts), **how) for how in ({}, {"share_prefixes": False})]
     auto, alone = runs
     assert auto["decisions"] == [True, True] and auto["logged"] > 0.25
     assert alone["decisions"] == [False, False] and alone["logged"] == 0 and alone["shares"] == []
     check_close(auto, alone)
-    short = train(tmp_path, model_folder, UseGenerator(LongPrompts), least=0.9)
+    short = train(tmp_path, model_folder, UseSampler(LongPrompts), least=0.9)
     assert short["decisions"] == [False, False] and short["weights"] == alone["weights"]
 
 
 def test_resumed_run_decides_alike_and_has_the_same_bits(model_folder: str, tmp_path: Path) -> None:
     def fit(steps: int, ckpt_path: Path | None = None) -> tuple[Recorded, Any]:
         module = make_algorithm(Recorded, model_folder, samples_per_prompt=4, validate_first=False)
-        trainer = make_trainer(tmp_path, steps, UseGenerator(LongPrompts), precision="64-true")
+        trainer = make_trainer(tmp_path, steps, UseSampler(LongPrompts), precision="64-true")
         trainer.fit(module, make_data(tmp_path), ckpt_path=ckpt_path)
         return module, trainer
 
@@ -220,14 +220,13 @@ def train_rank(folder: Path, model: str, thresholds: Sequence[float]) -> list[di
     folder = folder / rank
     folder.mkdir()
     uneven = [
-        UseGenerator(LongPrompts) if rank == "0" else UseGenerator(ActorGenerator, max_new_tokens=40)
-        for _ in thresholds
+        UseSampler(LongPrompts) if rank == "0" else UseSampler(ActorSampler, max_new_tokens=40) for _ in thresholds
     ]
     runs = [
         train(folder / str(least), model, generator, 2, least=least)
         for least, generator in zip(thresholds, uneven, strict=True)
     ]
-    return [*runs, train(folder / "even", model, UseGenerator(LongPrompts), 2)]
+    return [*runs, train(folder / "even", model, UseSampler(LongPrompts), 2)]
 
 
 @pytest.mark.processes
@@ -239,6 +238,6 @@ def test_ranks_decide_alike(model_folder: str, tmp_path: Path) -> None:
         assert one["weights"] == other["weights"]
         for (own, total), (others, same) in zip(one["shares"], other["shares"], strict=True):
             assert own > least > others and total == same
-    alone = train(tmp_path / "alone", model_folder, UseGenerator(LongPrompts))
+    alone = train(tmp_path / "alone", model_folder, UseSampler(LongPrompts))
     assert [total for _, total in first[-1]["shares"]] == [total for _, total in alone["shares"]]
     check_close(first[-1], alone)

@@ -15,13 +15,13 @@ import torch
 from random_trajectories import random_trajectory, split_by_agents
 from rank_processes import each_run, finish, start_calls
 from small_steps import as_tensors, weight_lists
-from tiny import UseGenerator, make_algorithm, make_data, make_trainer, save_model
+from tiny import UseSampler, make_algorithm, make_data, make_trainer, save_model
 from torch import Tensor
 
 from rlightning.algorithms import GRPO, RLOO, REINFORCEPlusPlusBaseline
 from rlightning.models import load_policy
 from rlightning.parallel import DDP
-from rlightning.rollout import Generator, Sampling
+from rlightning.rollout import Sampling, TrajectorySampler
 from rlightning.types import Prompt, Trajectory
 
 pytestmark = pytest.mark.processes
@@ -46,7 +46,7 @@ def make_groups(*, has_agents: bool = False) -> list[list[Trajectory]]:
     return groups
 
 
-class Given(Generator):
+class Given(TrajectorySampler):
     """Gives each prompt's trajectories."""
 
     def __init__(self, module: Any) -> None:
@@ -86,7 +86,7 @@ def train(folder: Path, model: str, case: tuple[str, dict[str, Any]], num_ranks:
     usual = {"samples_per_prompt": GROUP_SIZE, "max_tokens_per_microbatch": 30, "kl_coef": 0.0, "max_grad_norm": 1e9}
     module = make_algorithm(globals()[algorithm], model, validate_first=False, **usual | arguments)
     ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
-    make_trainer(folder, 1, UseGenerator(Given), precision="64-true", **ranks).fit(module, make_data(folder))
+    make_trainer(folder, 1, UseSampler(Given), precision="64-true", **ranks).fit(module, make_data(folder))
     return weight_lists(module)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence_run import RandomGenerator
+from equivalence_run import RandomSampler
 from rank_processes import each_run, finish, start_calls
 from small_steps import StepMetrics
-from tiny import UseGenerator, bare_trainer, make_algorithm, make_data, make_trainer, refused
+from tiny import UseSampler, bare_trainer, make_algorithm, make_data, make_trainer, refused
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -98,9 +98,7 @@ def make(model: str, **kwargs: Any) -> CriticGRPO:
 def train(folder: Path, module: CriticGRPO, *callbacks: Any, fit: Any = None, **trainer: Any) -> Any:
     """A run of which the result has the trainer and the metrics of the critic."""
     metrics = StepMetrics()
-    made = make_trainer(
-        folder, trainer.pop("steps", STEPS), UseGenerator(RandomGenerator), metrics, *callbacks, **trainer
-    )
+    made = make_trainer(folder, trainer.pop("steps", STEPS), UseSampler(RandomSampler), metrics, *callbacks, **trainer)
     made.fit(module, make_data(folder), **fit or {})
     names = ("policy/value", "optim/grad_norm", "optim/grad_norm/critic", "optim/lr/critic")
     return made, {name: metrics.column(name) for name in names}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from small_steps import REWARDS, SMALL, ComputesAll, Weights, assert_close, train
-from tiny import UseGenerator, copy_weights, make_batch, make_data, make_trainer, save_model
+from tiny import UseSampler, copy_weights, make_batch, make_data, make_trainer, save_model
 from torch import Tensor
 
 from rlightning.algorithms import DAPO, GRPO
@@ -51,7 +51,7 @@ def test_the_cut_into_microbatches_changes_nothing(aggregation: Any, model_folde
     assert_close(results[0], results[1], 1e-5)
 
 
-class Counter(UseGenerator):
+class Counter(UseSampler):
     """Counts forward passes with and without gradient."""
 
     def __init__(self, module: RLModule) -> None:
@@ -174,7 +174,7 @@ def test_kl_in_the_reward_is_taken_off_it(model_folder: str, tmp_path: Path) -> 
 
     arguments = SMALL | {"kl_coef": 0.5, "kl_estimator": "k1", "kl_placement": "reward"}
     module = Watched(model_folder, rewards=REWARDS, reference_model=other, **arguments)
-    train(module, tmp_path, 1, UseGenerator(temperature=0.7))
+    train(module, tmp_path, 1, UseSampler(temperature=0.7))
     batch = batches[0]
     with torch.no_grad():
         actor, reference = (
@@ -209,7 +209,7 @@ def test_refused_before_the_model_loads(
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path, 1).fit(module, make_data(tmp_path))
     assert module.actor is None
-    assert module.generator is None  # no callback has been set up: no engine would have been started
+    assert module.sampler is None  # no callback has been set up: no engine would have been started
 
 
 def test_override_of_rewards_needs_no_function(model_folder: str, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_override_of_rewards_needs_no_function(model_folder: str, tmp_path: Path
 
 def test_module_without_engine_is_refused(model_folder: str, tmp_path: Path) -> None:
     module = GRPO(model_folder, rewards=REWARDS, **SMALL)
-    trainer = make_trainer(tmp_path, 1, UseGenerator(lambda module: None))
+    trainer = make_trainer(tmp_path, 1, UseSampler(lambda module: None))
     message = (
         r"GRPO has nothing to generate with\. Fill the section rollout, or add VLLMRollout to trainer\.callbacks\."
     )

@@ -10,7 +10,7 @@ import torch
 from random_trajectories import two_branches
 from rank_processes import each_run, finish, start_calls
 from small_steps import as_tensors, assert_close, two_optimizers, weight_lists
-from tiny import ActorGenerator, UseGenerator, make_algorithm, make_data, make_trainer
+from tiny import ActorSampler, UseSampler, make_algorithm, make_data, make_trainer
 
 from rlightning.algorithms import GRPO
 from rlightning.parallel import DDP
@@ -45,7 +45,7 @@ class TwoOptimizers(GRPO):
     configure_optimizers = two_optimizers
 
 
-class Branching(ActorGenerator):
+class Branching(ActorSampler):
     """Makes trajectories of two branches, but for the first of each group; the second one's history is shorter."""
 
     def generate(
@@ -72,7 +72,7 @@ def train(folder: Path, model: str, case: tuple[str, dict[str, Any]], num_ranks:
     module = make_algorithm(globals()[algorithm], model, **usual | arguments)
     ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
     # In float32 Adam takes a whole step where a gradient is nothing but rounding.
-    sampler = UseGenerator(Branching if "kl_coef" in arguments else ActorGenerator)
+    sampler = UseSampler(Branching if "kl_coef" in arguments else ActorSampler)
     data: Any = make_data(folder)
     make_trainer(folder, 3, sampler, precision="64-true", **ranks).fit(module, data)
     taken = module.taken if isinstance(module, Picky) else None

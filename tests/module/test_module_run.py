@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from programs import logged_steps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import (
-    ActorGenerator,
-    UseGenerator,
+    ActorSampler,
+    UseSampler,
     copy_weights,
     make_algorithm,
     make_batch,
@@ -39,7 +39,7 @@ def fit_with_loggers(module: RLModule, folder: Path, max_steps: int, **kwargs: A
     trainer = make_trainer(
         folder,
         max_steps,
-        UseGenerator(),
+        UseSampler(),
         ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1, filename="{step}"),
         logger=[CSVLogger(folder / "csv"), TensorBoardLogger(folder / "tensorboard")],
         enable_checkpointing=True,
@@ -154,7 +154,7 @@ def test_validation_of_a_checkpoint_loads_no_reference(model_folder: str, tmp_pa
     assert metrics["val/sums/reward"] == module.trainer.callback_metrics["val/sums/reward"]
 
 
-class FailingGenerator(ActorGenerator):
+class FailingSampler(ActorSampler):
     """Samples trajectories that all fail."""
 
     def generate(self, *arguments: Any) -> list[list[Trajectory]]:
@@ -164,7 +164,7 @@ class FailingGenerator(ActorGenerator):
 
 def test_validation_without_any_sample_is_an_error(model_folder: str, tmp_path: Path) -> None:
     data = make_data(tmp_path, validation=str(tmp_path / "sums.jsonl"))
-    trainer = make_trainer(tmp_path, 1, UseGenerator(FailingGenerator))
+    trainer = make_trainer(tmp_path, 1, UseSampler(FailingSampler))
     with pytest.raises(EnvironmentFailedError, match=r"^No trajectory of the validation set 'sums' was sampled: "):
         trainer.validate(make_grpo(model_folder), data, verbose=False)
 
@@ -289,7 +289,7 @@ def test_resume_with_a_changed_answer_is_refused(reader: str, model_folder: str,
     def run(max_steps: int, rows: list[dict[str, Any]], **options: Any) -> RLModule:
         module = make_algorithm(algorithm, model_folder, rewards=rewards)
         checkpoints = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=1)
-        trainer = make_trainer(tmp_path, max_steps, UseGenerator(), checkpoints, enable_checkpointing=True)
+        trainer = make_trainer(tmp_path, max_steps, UseSampler(), checkpoints, enable_checkpointing=True)
         trainer.fit(module, PromptDataModule(rows), **options)
         return module
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence_run import RandomGenerator
+from equivalence_run import RandomSampler
 from lightning.pytorch import Callback
 from rank_processes import each_run, finish, start_calls
 from small_steps import StepMetrics
-from tiny import VOCABULARY, UseGenerator, make_algorithm, make_data, make_trainer
+from tiny import VOCABULARY, UseSampler, make_algorithm, make_data, make_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -140,7 +140,7 @@ def make(algorithm: str, model: str, **kwargs: Any) -> Any:
 
 
 def run(folder: Path, module: GRPO, *callbacks: Callback, steps: int = STEPS, fit: Any = None, **trainer: Any) -> Any:
-    made = make_trainer(folder, steps, UseGenerator(RandomGenerator), *callbacks, **trainer)
+    made = make_trainer(folder, steps, UseSampler(RandomSampler), *callbacks, **trainer)
     made.fit(module, make_data(folder), **fit or {})
     return made
 

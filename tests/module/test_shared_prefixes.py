@@ -15,7 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from random_trajectories import random_groups, random_sample, two_branches
 from rank_processes import each_run, finish, start_calls
-from tiny import ActorGenerator, UseGenerator, full_weights, make_algorithm, make_data, make_trainer
+from tiny import ActorSampler, UseSampler, full_weights, make_algorithm, make_data, make_trainer
 from tiny_models import save_tiny
 from transformers import AutoConfig
 from varlen_on_cpu import run_kernels_on_cpu
@@ -225,7 +225,7 @@ def test_loss_gradient_and_metrics_of_any_cut_and_aggregation_are_those_of_seque
     assert sum(saved) / len(saved) > 0.1
 
 
-class LongPrompts(ActorGenerator):
+class LongPrompts(ActorSampler):
     """Makes every other trajectory of two branches, the second of which goes on with the first one's history."""
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, *others: Any) -> list[list[Trajectory]]:
@@ -251,7 +251,7 @@ def train(folder: Path, model: str, is_shared: bool, num_ranks: int = 1, **argum
     usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 46, "validate_first": False}
     module = make_algorithm(GRPO, model, share_prefixes=is_shared, **usual | arguments)
     ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
-    trainer = make_trainer(folder, 2, UseGenerator(LongPrompts), precision="64-true", **ranks)
+    trainer = make_trainer(folder, 2, UseSampler(LongPrompts), precision="64-true", **ranks)
     trainer.fit(module, make_data(folder))
     weights = {name: weight.tolist() for name, weight in full_weights(module.loaded_actor).items()}
     metrics = {name: trainer.callback_metrics[name].item() for name in ("policy/loss", "optim/grad_norm")}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence_run import RandomGenerator
+from equivalence_run import RandomSampler
 from lightning.pytorch import Callback
 from rank_processes import each_run, finish, start_calls
 from small_steps import StepMetrics
-from tiny import UseGenerator, full_weights, make_algorithm, make_data, make_trainer, save_model
+from tiny import UseSampler, full_weights, make_algorithm, make_data, make_trainer, save_model
 from torch import Tensor
 
 from rlightning.algorithms import GRPO
@@ -165,9 +165,7 @@ def train(
     strategy = FSDP(reduce_every_microbatch=False) if kind == "fsdp" else DDP()
     ranks: dict[str, Any] = {"devices": 2, "strategy": strategy} if kind else {}
     precision = "32-true" if kind == "fsdp" else "64-true"  # which it does not have
-    trainer = make_trainer(
-        folder, STEPS, UseGenerator(RandomGenerator), record, *callbacks, precision=precision, **ranks
-    )
+    trainer = make_trainer(folder, STEPS, UseSampler(RandomSampler), record, *callbacks, precision=precision, **ranks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update, "packed_logprobs", counted)
         trainer.fit(module, make_data(folder))

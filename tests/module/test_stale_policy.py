@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from small_steps import REWARDS, SMALL, ComputesAll, assert_close, train
-from tiny import ActorGenerator, UseGenerator, copy_weights, share_of_ones
+from tiny import ActorSampler, UseSampler, copy_weights, share_of_ones
 from torch import Tensor
 
 from rlightning.algorithms import GRPO
@@ -23,7 +23,7 @@ from rlightning.rewards import RewardFunction
 from rlightning.types import RolloutBatch, Sample, Trajectory
 
 
-class HalfAsSure(ActorGenerator):
+class HalfAsSure(ActorSampler):
     """Samples like the actor, and says that each token was twice as likely: its importance weight is a half."""
 
     def complete(self, *args: Any) -> list[Sample]:
@@ -48,7 +48,7 @@ def test_default_correction_weighs_loss_of_stale_tokens(
     def metrics(make: Any, **arguments: Any) -> dict[str, Tensor]:
         caplog.clear()
         module = GRPO(model_folder, rewards=REWARDS, kl_coef=0.0, **SMALL | arguments)
-        train(module, tmp_path, 1, UseGenerator(make))
+        train(module, tmp_path, 1, UseSampler(make))
         return dict(module.trainer.callback_metrics)
 
     corrected = metrics(OneBehind)
@@ -64,7 +64,7 @@ def test_default_correction_weighs_loss_of_stale_tokens(
         assert corrected["optim/grad_norm"] == pytest.approx(plain["optim/grad_norm"].item() / 2, rel=1e-3)
 
 
-class LockedGenerator(ActorGenerator):
+class LockedSampler(ActorSampler):
     """Has what no copy can have, as an engine does."""
 
     def __init__(self, module: RLModule) -> None:
@@ -90,9 +90,9 @@ def test_copy_of_the_module_leaves_run_out(model_folder: str, tmp_path: Path) ->
     """The reward functions' loop and threads and the engine are at work when it is made."""
     rewards = [RewardFunction(share_of_ones), RewardFunction(lambda completion: float("1" in completion), name="one")]
     copied, module = CopiedAverage(), GRPO(model_folder, rewards=rewards, **SMALL)
-    trained = train(module, tmp_path, 2, UseGenerator(LockedGenerator), copied)
+    trained = train(module, tmp_path, 2, UseSampler(LockedSampler), copied)
     average = copied.average
-    assert average._trainer is None and average.generator is None
+    assert average._trainer is None and average.sampler is None
     assert average.lr == 1e-3 and average.rewarder.functions[0].name == module.rewarder.functions[0].name
     assert average.actor is not module.actor
     for name, weight in copy_weights(average).items():
@@ -102,7 +102,7 @@ def test_copy_of_the_module_leaves_run_out(model_folder: str, tmp_path: Path) ->
     assert_close(dict(load_policy(str(tmp_path / "average")).named_parameters()), copy_weights(average))
 
 
-class StepBehind(ActorGenerator):
+class StepBehind(ActorSampler):
     """Samples from the weights of the step before; in the first step from the actor's."""
 
     max_staleness = 1
@@ -136,7 +136,7 @@ def test_stale_proximal_policy_is_approximated_without_forward_pass(model_folder
 
     arguments = SMALL | {"kl_coef": 0.0, "updates_per_rollout": 2, "proximal_policy": "approximated"}
     module = Watched(model_folder, rewards=REWARDS, **arguments)
-    train(module, tmp_path, 2, UseGenerator(StepBehind))
+    train(module, tmp_path, 2, UseSampler(StepBehind))
     assert [sorted(set(ages.tolist())) for *_, ages in seen] == [[0], [0], [1], [1]]
     # Before a rollout's first update it is the policy now; after half of them, by the versions of the sampler and of
     # now, all of the way back to a sampler that is not behind, and a third of it to one that is an update behind.

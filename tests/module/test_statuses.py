@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ActorGenerator, UseGenerator, make_algorithm, make_data, make_grpo, make_trainer
+from tiny import ActorSampler, UseSampler, make_algorithm, make_data, make_grpo, make_trainer
 
 from rlightning.algorithms import GRPO
 from rlightning.errors import EnvironmentFailedError
@@ -18,7 +18,7 @@ NOT_SAMPLED = ["timeout", "aborted", "failed"]
 """Of the second trajectory of the first three prompts; all others have finished, but for the first, which is cut."""
 
 
-class Statuses(ActorGenerator):
+class Statuses(ActorSampler):
     """Gives trajectories their statuses, whatever became of them."""
 
     def generate(
@@ -48,7 +48,7 @@ class Seen(RLCallback):
 
 def train(model_folder: str, folder: Path, **arguments: Any) -> tuple[Seen, dict[str, float]]:
     seen = Seen()
-    trainer = make_trainer(folder, 1, UseGenerator(Statuses), seen)
+    trainer = make_trainer(folder, 1, UseSampler(Statuses), seen)
     module = make_grpo(model_folder, samples_per_prompt=3, validate_first=False, **arguments)
     trainer.fit(module, make_data(folder))
     return seen, {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -94,7 +94,7 @@ def test_reward_function_gets_the_turns(model_folder: str, tmp_path: Path) -> No
     assert metrics["reward/mean"] == 1.0 and metrics["reward/failed"] == 0.0
 
 
-class Late(ActorGenerator):
+class Late(ActorSampler):
     """Lets all trajectories of the first calls time out."""
 
     num_late, num_calls = 1, 0
@@ -122,7 +122,7 @@ class Refilled(GRPO):
 
 @pytest.mark.parametrize("kind", [Late, AlwaysLate])
 def test_timeouts_end_the_run_only_after_the_last_refill(kind: type[Late], model_folder: str, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, 1, UseGenerator(kind))
+    trainer = make_trainer(tmp_path, 1, UseSampler(kind))
     module = make_algorithm(Refilled, model_folder, validate_first=False)
     if kind is AlwaysLate:
         with pytest.raises(EnvironmentFailedError, match=r"^All timed out in 3 calls\."):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from small_steps import REWARDS, SMALL, StepMetrics, Weights, assert_close, train, two_optimizers
-from tiny import ActorGenerator, UseGenerator, copy_weights, make_data, make_trainer
+from tiny import ActorSampler, UseSampler, copy_weights, make_data, make_trainer
 from torch import Tensor
 
 from rlightning.algorithms import DAPO, GRPO
@@ -18,7 +18,7 @@ from rlightning.module.no_signal import StepsWithoutSignal
 from rlightning.types import RolloutBatch, Trajectory
 
 
-class DropSamples(ActorGenerator):
+class DropSamples(ActorSampler):
     """Samples like the actor, but every other completion of a group never comes."""
 
     def generate(self, *args: Any) -> list[list[Trajectory]]:
@@ -39,7 +39,7 @@ class FailSamples(GRPO):
 def test_a_failed_reward_costs_its_sample_only(model_folder: str, tmp_path: Path) -> None:
     arguments = SMALL | {"updates_per_rollout": 2}
     failed = train(FailSamples(model_folder, rewards=REWARDS, **arguments), tmp_path, 2)
-    dropped = train(GRPO(model_folder, rewards=REWARDS, **arguments), tmp_path, 2, UseGenerator(DropSamples))
+    dropped = train(GRPO(model_folder, rewards=REWARDS, **arguments), tmp_path, 2, UseSampler(DropSamples))
     whole = train(GRPO(model_folder, rewards=REWARDS, **arguments), tmp_path, 2)
     assert_close(failed, dropped)
     assert any(not torch.equal(failed[name], whole[name]) for name in whole)

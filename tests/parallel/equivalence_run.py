@@ -11,16 +11,16 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import Strategy
 from rank_processes import each_run, finish, start_calls
-from tiny import MAX_NEW_TOKENS, UseGenerator, full_weights, make_completion, make_data, make_grpo, make_trainer
+from tiny import MAX_NEW_TOKENS, UseSampler, full_weights, make_completion, make_data, make_grpo, make_trainer
 from torch._dynamo.utils import counters
 
 from rlightning.callbacks import OffloadDuringRollout
-from rlightning.hooks import fire
+from rlightning.hooks import call_hook
 from rlightning.models import layers
 from rlightning.module import RLModule
 from rlightning.parallel import DDP
 from rlightning.parallel.fsdp import FSDP
-from rlightning.rollout import Generator, OnCompleted, Sampling
+from rlightning.rollout import OnCompleted, Sampling, TrajectorySampler
 from rlightning.types import Prompt, RolloutBatch, Sample, Trajectory, single_turns
 from rlightning.types.supports import Supports
 
@@ -35,7 +35,7 @@ twice LR a step, all of them together are not. An omitted reduction moves most w
 """
 
 
-class RandomGenerator(Generator):
+class RandomSampler(TrajectorySampler):
     """Completions that depend on prompt and step alone, so that all runs train on the same."""
 
     def __init__(self, module: RLModule) -> None:
@@ -46,8 +46,8 @@ class RandomGenerator(Generator):
     ) -> list[list[Trajectory]]:
         """Random tokens, of random lengths."""
         completions = [[self._complete(prompt, sample) for sample in range(num_samples)] for prompt in prompts]
-        fire(self.module.trainer, self.module, "on_engine_wake")  # as an engine on the same device does
-        fire(self.module.trainer, self.module, "on_engine_sleep")
+        call_hook(self.module.trainer, self.module, "on_engine_wake")  # as an engine on the same device does
+        call_hook(self.module.trainer, self.module, "on_engine_sleep")
         return single_turns(prompts, completions)
 
     def _complete(self, prompt: Prompt, sample: int) -> Sample:
@@ -103,7 +103,7 @@ def train(
     trainer = make_trainer(
         folder,
         3,
-        UseGenerator(RandomGenerator),
+        UseSampler(RandomSampler),
         record,
         *([offload] if offload else []),
         devices=num_ranks,

@@ -121,4 +121,4 @@ class At(RLCallback):
 
     def on_update_start(self, trainer: Any, module: Any, batch: Any) -> None:
         if module.weight_version == self.version:
-            self.strike(module.generator.engine)
+            self.strike(module.sampler.engine)
