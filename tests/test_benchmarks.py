@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from fork_server import START_BY_EXEC
 from programs import read_csv, run_python
@@ -185,6 +186,30 @@ def test_the_canary_is_asked_about_right_and_wrong_weights(run_benchmark: RunBen
     assert told["down_proj stale"] == "no"  # lost in rounding
     assert all(strike["off by, %"] > 0 and strike["strike"] in said for strike in strikes)
     assert list((tmp_path / "out").rglob("metrics.csv")) == []  # no step of training
+
+
+def test_strikes_of_an_adapter_change_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    strikes = importlib.import_module("strikes")
+    kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    shapes = {"lora_A": (4, 16), "lora_B": (8, 4)}
+    weights = {
+        f"model.layers.{layer}.{kind}.{factor}.weight": torch.randn(shape)
+        for layer in range(4)
+        for kind in kinds
+        for factor, shape in shapes.items()
+    }
+    listed = strikes.list_adapter_strikes(strikes.Actor(weights), num_layers=4)
+    sent = {strike: {name: make() for name, make in wrong.items()} for strike, wrong in listed.items()}
+    assert all(not torch.equal(one, weights[name]) for wrong in sent.values() for name, one in wrong.items())
+    factors = {name: weight for name, weight in weights.items() if "lora_B" in name}
+    for strike, factor in {"adapter left out": 0.0, "applied twice": 2.0, "rsLoRA's scale": 2.0}.items():
+        assert sent[strike].keys() == factors.keys()
+        assert all(torch.equal(one, factor * weights[name]) for name, one in sent[strike].items())
+    assert list(sent["k_proj left out in the middle layer"]) == ["model.layers.2.k_proj.lora_B.weight"]
+    assert len(sent["k_proj left out in all layers"]) == 4 and len(sent["middle layer left out"]) == 7
+    assert strikes.classify("67% of the way back to the model without its adapter") == "adapter"
+    assert strikes.classify("67% of the way back to the weights of version 3") == "former weights"
 
 
 FULL_DEVICE = (

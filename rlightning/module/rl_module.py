@@ -235,8 +235,7 @@ class RLModule(EvaluationSteps):
         else:
             batch = self.rebalance(self.estimate_advantages(self.balance(batch)))
             call_hook(self.trainer, self, "on_update_start", batch)
-            # The callbacks may have changed advantages, or terms of the loss.
-            batch.is_skipped = self.skippable_sequences(batch)
+            self.decide_skipped(batch)  # again: callbacks may have changed advantages, or terms of the loss
             metrics = self.update(batch)
         self.weight_version += 1
         if batch is not None:

@@ -205,8 +205,8 @@ class UpdateModule(PolicyModule):
             )
 
     def rebalance(self, batch: RolloutBatch) -> RolloutBatch:
-        """Exchange groups between ranks to balance the cost of the sequences that have a gradient. Every rank must call
-        it.
+        """Set ``batch.is_skipped``, and exchange groups between ranks to balance the cost of the other sequences. Every
+        rank must call it.
 
         Args:
             batch: a batch with advantages, on the CPU.
@@ -214,15 +214,23 @@ class UpdateModule(PolicyModule):
         Returns:
             This rank's part of the batch after the exchange.
         """
-        if self.data_parallel_size == 1:
-            return batch
+        is_skipped = self.decide_skipped(batch)
         return rebalance(
             batch,
-            self.costs(batch).masked_fill(self.skippable_sequences(batch), 0.0),
+            self.costs(batch).masked_fill(is_skipped, 0.0),
             num_minibatches=self.plan.updates_per_rollout,
             seed=minibatch_seed(self.weight_version),
             tensor_parallel_size=self.tensor_parallel_size,
         )
+
+    def decide_skipped(self, batch: RolloutBatch) -> Tensor:
+        """Set ``batch.is_skipped`` to :meth:`skippable_sequences`, unless it is equal, and return it: [N] bool. Every
+        rank must call it.
+        """
+        skippable = self.skippable_sequences(batch)
+        if batch.is_skipped is None or not torch.equal(batch.is_skipped, skippable):
+            batch.is_skipped = skippable  # a controller's workers store a changed batch once more
+        return skippable
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """Run the rollout's optimizer steps, which count as one step of the Trainer, and return the update's metrics;
@@ -284,9 +292,10 @@ class UpdateModule(PolicyModule):
             has_advantage = (batch.advantages != 0) & batch.is_sampled
             skippable = batch.sum_tokens(has_advantage.long(), "N") == 0
         components = [replace(one, term=partial(checked_term, one)) for one in self.loss_components()]
-        count_units(batch)
+        counted = replace(batch)
+        count_units(counted)
         # All ranks make the same number of passes: a term may compute with a sharded model.
-        candidates = batch.select(skippable.nonzero()[:, 0], "N")
+        candidates = counted.select(skippable.nonzero()[:, 0], "N")
         for sequences in self.split_microbatches(candidates, self.plan.max_tokens_per_microbatch):
             microbatch = self.to_microbatch(candidates, sequences)
             microbatch.totals = LossTotals(1.0, 1.0, 1.0, 1.0, 1.0)

@@ -184,7 +184,7 @@ def test_full_store_names_labels_and_waits_for_release(cluster: None) -> None:
         kept[0] = None
         kept[0] = ray.get(worker.store_zeros.remote(MB, "update"))
     held = [("rollout", 1, MB), ("update", 1, MB), ("values", 1, MB)]
-    assert become(held, lambda: sorted(ray.get(worker.holdings.remote()))) == held
+    assert become(held, lambda: sorted(ray.get(worker.usage_by_label.remote()))) == held
     ray.kill(worker)
 
 

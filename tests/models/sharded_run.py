@@ -56,7 +56,8 @@ def compare(
     for model in (whole, sharded):
         with torch.no_grad():
             before, _ = packed_logprobs(model, batch, temperature=0.7)
-        logprobs, entropy = packed_logprobs(model, batch, temperature=0.7, needs_entropy_grad=True)
+        keeps = {"keeps_logits": model is sharded}
+        logprobs, entropy = packed_logprobs(model, batch, temperature=0.7, needs_entropy_grad=True, **keeps)
         ((logprobs * torch.arange(len(logprobs))).sum() + entropy.sum()).backward()
         results.append((before, logprobs.detach(), entropy.detach()))
     inputs = packed_inputs([batch.token_ids])

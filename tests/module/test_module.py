@@ -91,6 +91,29 @@ def test_old_logprobs_cost_a_pass_with_several_updates(
 
 
 @pytest.mark.long
+def test_updates_that_keep_logits_train_alike(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit; only passes with a gradient keep them."""
+    asked: list[tuple[bool, bool]] = []
+
+    def counted(model: Any, batch: RolloutBatch, **kwargs: Any) -> Any:
+        asked.append((kwargs.get("keeps_logits", False), torch.is_grad_enabled()))
+        return packed_logprobs(model, batch, **kwargs)
+
+    for file in (update, policy_module):
+        monkeypatch.setattr(file, "packed_logprobs", counted)
+    trained: list[Weights] = []
+    for is_kept in (False, True):
+        monkeypatch.setattr(GRPO, "should_keep_logits", lambda _, is_kept=is_kept: is_kept)
+        asked.clear()
+        module = GRPO(model_folder, rewards=REWARDS, updates_per_rollout=2, entropy_coef=0.01, **SMALL)
+        trained.append(train(module, tmp_path, 2))
+        assert set(asked) == {(is_kept, True), (False, False)}
+    assert all(torch.equal(trained[0][name], weight) for name, weight in trained[1].items())
+
+
+@pytest.mark.long
 def test_importance_ratio_is_one_until_second_update(model_folder: str, tmp_path: Path) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
