@@ -377,7 +377,7 @@ class VLLMRollout(RolloutCallback):
         check_requests(prompts, num_samples, sampling, self.max_sequence_length)
         self._count_change()
         self._ensure_started()
-        collector, version, number = self.collector, self._module.weight_version, self.in_flight.num_added
+        collector, version = self.collector, self._module.weight_version
         wanted = StepPlan(len(prompts), per_step, room=per_step + ahead, weight_version=version)
         try:
             requests = self._streams.assign(prompts, sampling, version)
@@ -387,9 +387,7 @@ class VLLMRollout(RolloutCallback):
             collector.is_training = True
             groups = collector.collect_trajectories(requests, num_samples, sampling, on_completed, wanted)
         except BaseException:
-            # A loop may continue after Ctrl-C, and begin the step again. Rank 0's own prompts were added first.
-            self.in_flight.discard(range(number, number + len(prompts)))
-            self.begin_step()
+            self.begin_step()  # a loop may continue after Ctrl-C, and begin the step again
             raise
         self._log_totals(version)
         self._log_environments(collector)

@@ -67,9 +67,9 @@ class SFT(RLModule):
 
     def log_evaluation(self, prompts: list[Prompt], dataloader_idx: int, prefix: str) -> None:
         """Log the mean token loss of all ranks' prompts as ``<prefix>/<set>/loss``. Every rank must call it."""
-        batch = balance(self._pack(prompts), self.costs, tensor_parallel_size=self.tensor_parallel_size)
-        limit = self.plan.max_tokens_per_microbatch
+        batch, limit = self._pack(prompts), self.plan.max_tokens_per_microbatch
         batch.shares_prefixes = self.decide_sharing(batch, limit)
+        batch = balance(batch, self.costs, tensor_parallel_size=self.tensor_parallel_size)
         logprobs = self.evaluate_logprobs(batch, self.loaded_actor, temperature=1.0, max_tokens=limit)
         mask = batch.is_sampled
         loss, tokens = self.all_sum(torch.stack([-logprobs.float()[mask].sum(), mask.sum().float()])).tolist()

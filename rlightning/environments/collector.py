@@ -9,7 +9,7 @@
 import gc
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol, TypeVar
@@ -200,6 +200,7 @@ class Collector:
         flight, version, made = self.in_flight, plan.weight_version, list[Trajectory]()
         delivery = TrajectoryDelivery(received, on_completed)
         self._expect(num_wanted * num_samples)
+        own = _own_numbers(received.values(), flight.num_added)
         if self._runner is not None:
             added = [request for handed, _ in received.values() for request in handed]
             self._start_groups(added, max(plan.room, num_wanted), version, num_samples, sampling)
@@ -218,9 +219,11 @@ class Collector:
             self._wait(is_done, delivery)
         except Exception:
             self._requeue_all()
+            flight.discard(own)
             raise
-        except BaseException:  # a signal: the run may be resumed
+        except BaseException:  # a signal: the run may be resumed, or the loop may begin the step again
             self._suspend()
+            flight.discard(own)
             raise
         if self._runner is not None:
             self._take(version)
@@ -399,6 +402,17 @@ class Collector:
                 self.has_changed.wait(intervals.POLL_INTERVAL)
         finally:
             self._wait_seconds += time.monotonic() - started_at
+
+
+def _own_numbers(handed: Iterable[tuple[Sequence[SeededPrompt], int]], first: int) -> set[int]:
+    """Return the numbers that a step's own prompts get in flight, from ``first`` on: those of each rank, followed by
+    what it has taken for later steps.
+    """
+    numbers = set[int]()
+    for requests, num_own in handed:
+        numbers.update(range(first, first + num_own))
+        first += len(requests)
+    return numbers
 
 
 def _pop_done(running: dict[Future[list[Trajectory]], T]) -> Iterator[tuple[T, list[Trajectory]]]:

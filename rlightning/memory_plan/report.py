@@ -82,10 +82,9 @@ def describe_checkpointing(plan: MemoryPlan) -> str:
     """Return the value of ``gradient_checkpointing`` as text; for "auto" with the number of layers that the plan
     checkpoints.
     """
-    setting = plan.work.gradient_checkpointing
+    setting, kept = plan.work.gradient_checkpointing, ", logits kept" if plan.keeps_logits else ""
     if setting != "auto":
-        return str(setting).lower()
-    kept = ", logits kept" if plan.keeps_logits else ""
+        return f"{str(setting).lower()}{kept}"
     return f"auto ({plan.count_checkpointed_layers()} of {plan.trainer.num_layers} layers{kept})"
 
 

@@ -91,13 +91,13 @@ def initialize_adapter(policy: PreTrainedModel, lora: LoRA) -> None:
         local_tensor(weight.detach()).copy_(local_part(whole, weight))
 
 
-def remember_digest(policy: PreTrainedModel, model: str) -> None:
+def store_digest(policy: PreTrainedModel, model: str) -> None:
     """Set the digest of a policy's base, read from the files from which its weights have just been loaded."""
     vars(policy)[DIGEST_ATTRIBUTE] = base_digest(model)
 
 
 def loaded_digest(policy: PreTrainedModel, model: str) -> str:
-    """Return the digest of a policy's base as it was when it was loaded (:func:`remember_digest`), even if the files
+    """Return the digest of a policy's base as it was when it was loaded (:func:`store_digest`), even if the files
     have been replaced or removed since; without one, that of the files of ``model`` now.
     """
     digest: str | None = vars(policy).get(DIGEST_ATTRIBUTE)

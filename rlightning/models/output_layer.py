@@ -162,8 +162,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if needs_weight else None
         rounded = weight.to(hidden.dtype)
-        # What is kept is overwritten and freed here: a second backward pass recomputes it.
-        for own, logits in _take_all(ctx.chunks) if ctx.chunks else _chunks(hidden, rounded):
+        kept, ctx.chunks = ctx.chunks, deque()  # overwritten and freed here: a second backward pass recomputes them
+        for own, logits in _take_all(kept) if kept else _chunks(hidden, rounded):
             places, is_here = _find_places(settings.supports[own], logits)
             _kernels(logits).differentiate_logits(
                 logits,

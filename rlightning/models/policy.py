@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
 from rlightning.models.adapter import LoRA
-from rlightning.models.adapter_layers import add_adapter, initialize_adapter, remember_digest
+from rlightning.models.adapter_layers import add_adapter, initialize_adapter, store_digest
 from rlightning.models.architecture import BUILD_ERRORS, check_config, check_policy
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import other_shape, untied_head
@@ -182,7 +182,7 @@ def load_whole_policy(
     policy = nn.Module.to(policy, device)
     if adapter is not None:
         initialize_adapter(policy, adapter)
-        remember_digest(policy, model)
+        store_digest(policy, model)
     return policy
 
 

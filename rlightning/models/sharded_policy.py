@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA
-from rlightning.models.adapter_layers import add_adapter, initialize_adapter, remember_digest
+from rlightning.models.adapter_layers import add_adapter, initialize_adapter, store_digest
 from rlightning.models.architecture import build_small, check_policy, not_finite
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import check_head, find_weights, is_converted, other_shape
@@ -75,7 +75,7 @@ def load_sharded_policy(
     load_shards(model, policy)
     if adapter is not None:
         initialize_adapter(policy, adapter)
-        remember_digest(policy, model)
+        store_digest(policy, model)
     return policy
 
 

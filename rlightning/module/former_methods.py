@@ -9,6 +9,8 @@ FORMER_METHODS = {
     "share_out": "balance(batch)",
     "pick": "to_microbatch(batch, sequences)",
     "count_checkpointed_layers": "checkpointed_share()",
+    "leave_out_skippable": "rebalance(batch)",
+    "skip_by_changed_advantages": "decide_skipped(batch)",
 }
 """The replacement of each method, by its former name (CHANGELOG.md)."""
 

@@ -167,9 +167,8 @@ class PolicyModule(Packing, SavedModule):
             from rlightning.memory_plan.decisions import decide_gathering
 
             decide_gathering(self.trainer, self)
-        share = Fraction(0)
-        if any(role.is_trained for role in missing.values()):
-            share, self.keeps_logits = self.checkpointed_share(), self.should_keep_logits()
+        share = self.checkpointed_share() if any(role.is_trained for role in missing.values()) else Fraction(0)
+        self.keeps_logits = is_fitting and self.should_keep_logits()
         for name, role in missing.items():
             if role.is_trained:
                 role.network = role.load()

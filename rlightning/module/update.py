@@ -404,15 +404,19 @@ class UpdateModule(PolicyModule):
     def compute_logprobs(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """Return the actor's log-probabilities and entropies of the sampled tokens, at the sampling temperature.
 
+        Logits are kept for at most as many tokens as the memory plan counts: with shared prefixes a micro-batch may
+        have more sampled tokens than it computes.
+
         Returns:
             [T] and [T], float32; 0 where not sampled.
         """
+        keeps_logits = self.keeps_logits and len(batch.sampled_index) <= self.plan.max_tokens_per_microbatch
         return packed_logprobs(
             self.loaded_actor,
             batch,
             temperature=self.sampling.temperature,
             needs_entropy_grad=self.entropy_coef != 0,
-            keeps_logits=self.keeps_logits,
+            keeps_logits=keeps_logits,
         )
 
 

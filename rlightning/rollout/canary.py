@@ -65,6 +65,15 @@ class Evaluation(NamedTuple):
     logprobs: Floats
 
 
+class Deviations(NamedTuple):
+    """How an engine's log-probabilities deviated from the actor's evaluations, [K, S] each, at the first check since
+    its start and at the latest one.
+    """
+
+    first: Floats
+    latest: Floats
+
+
 class Canary:
     """Fixed token sequences that actor and engine both score after a sync, to detect wrong weights in the engine.
 
@@ -129,8 +138,8 @@ class Canary:
         self,
         answers: NDArray[np.float32],
         model_config: PreTrainedConfig | None = None,
-        deviations: Floats | None = None,
-    ) -> Floats:
+        deviations: Deviations | None = None,
+    ) -> Deviations:
         """Raise an EngineError if an engine's weights are not those that the actor had at :meth:`evaluate`.
 
         Args:
@@ -139,7 +148,7 @@ class Canary:
             deviations: what the last check of this engine returned; None at the first check since its start.
 
         Returns:
-            [K, S], the engine's deviations from the actor's evaluations.
+            The engine's deviations from the actor's evaluations, this check's as the latest.
         """
         assert self._latest is not None, "evaluate comes first"
         version, actor = self._latest
@@ -147,7 +156,7 @@ class Canary:
         reason = self._find_fault(actor, engine, deviations)
         if reason is None:
             self._has_passed = True
-            return engine - actor
+            return Deviations(engine - actor if deviations is None else deviations.first, engine - actor)
         traits = [] if model_config is None else describe_traits(model_config)
         number, length = self.token_ids.shape
         raise EngineError(
@@ -169,14 +178,16 @@ class Canary:
             )
 
     def _find_adapter_fault(
-        self, actor: Floats, engine: Floats, deviations: Floats | None, *, distance: float, is_far: bool
+        self, actor: Floats, engine: Floats, deviations: Deviations | None, *, distance: float, is_far: bool
     ) -> str | None:
         """Return a message if the engine does not apply the adapter, or scales it differently; else None. ``distance``
         is that of the engine from the actor.
         """
         if self._base is None:
             return None
-        missing = estimate_beyond_deviations(actor, self._base, engine, deviations)
+        # From the first check on: what an engine lacks of many small updates adds up on the way to the base.
+        first = None if deviations is None else deviations.first
+        missing = estimate_beyond_deviations(actor, self._base, engine, first)
         alone = compare(self._base, engine)
         if is_far and alone.distance <= self.tolerance * alone.noise:
             return "the engine is where the actor is without its adapter: it does not apply the adapter"
@@ -190,13 +201,14 @@ class Canary:
             "with another scale, in part, or more than once"
         )
 
-    def _find_fault(self, actor: Floats, engine: Floats, deviations: Floats | None) -> str | None:
+    def _find_fault(self, actor: Floats, engine: Floats, deviations: Deviations | None) -> str | None:
         """Return a message that says how the engine's weights differ from the actor's; None if they do not."""
         found = compare(actor, engine)
         is_far = not found.distance <= self.tolerance * found.noise  # `not <=`: a NaN counts as far
         formers = {former.version: former.logprobs for former in (self._former, self._verified) if former is not None}
+        latest = None if deviations is None else deviations.latest
         missing_updates = {
-            version: estimate_beyond_deviations(actor, logprobs, engine, deviations)
+            version: estimate_beyond_deviations(actor, logprobs, engine, latest)
             for version, logprobs in formers.items()
         }
         self.findings = Findings(found, missing_updates)
@@ -266,7 +278,7 @@ class Verification:
             )
         self.every, self.tolerance = every, tolerance
         self.num_syncs = 0
-        self._deviations: dict[VerifiedSampler, Floats] = {}  # at the last check of each
+        self._deviations: dict[VerifiedSampler, Deviations] = {}
         self.canary: Canary | None = None
 
     def begin_run(self, module: SampledPolicy, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -333,7 +345,7 @@ class Verification:
 def estimate_beyond_deviations(
     actor: Floats, former: Floats, engine: Floats, deviations: Floats | None
 ) -> MissingUpdate:
-    """Return the less certain of two estimates: with and without the engine's deviations at its last check.
+    """Return the less certain of two estimates: with and without the engine's deviations at an earlier check.
 
     An engine's kernels may change all tokens' log-probabilities in one direction, and a small update may go in that
     direction, too. Such deviations stay from check to check, while an engine that keeps its weights does not follow an
@@ -343,7 +355,7 @@ def estimate_beyond_deviations(
         actor: [K, S], see :func:`~rlightning.rollout.comparison.estimate_missing_update`.
         former: [K, S].
         engine: [S].
-        deviations: [K, S], of the engine from the actor at its last check; None before.
+        deviations: [K, S], of the engine from the actor at an earlier check; None without one.
     """
     estimates = [estimate_missing_update(actor, former, engine)]
     if deviations is not None:

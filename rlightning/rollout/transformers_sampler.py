@@ -148,18 +148,18 @@ class TransformersSampler:
         """Copy the actor's weights (:meth:`Sampler.update_weights`); running sequences continue with them.
 
         Raises:
-            EngineError: a weight is missing or unknown to the model; the sampler then has no weights.
+            EngineError: a weight is missing, unknown to the model or of another shape; the sampler then has no weights.
         """
         with self._model_lock:
             self.weight_version = None
             own = dict(named_weights(self.model))
             missing, unknown = set(own), set[str]()
             for name, weight in weights:
-                if name in own:
+                if name in own and own[name].shape == weight.shape:
                     own[name].copy_(weight)
+                    missing.remove(name)
                 else:
                     unknown.add(name)
-                missing -= {name}
             if faults := sorted(missing | unknown):
                 raise EngineError(f"The actor's weights are not those of the sampler's model: {', '.join(faults[:5])}.")
             self.weight_version = version

@@ -24,6 +24,7 @@ from tiny import in_this_process, share_of_ones
 from rlightning.algorithms import DAPO
 from rlightning.callbacks import VLLMRollout
 from rlightning.data import ValidationSet
+from rlightning.environments import collector
 from rlightning.environments.collector import Collector
 from rlightning.environments.policy import GroupRequest
 from rlightning.hooks import RLCallback
@@ -62,20 +63,25 @@ class RecordBatches(RLCallback):
 class InterruptedCollector(Collector):
     """Ends each call, once the prompts are in flight, as Ctrl-C does."""
 
-    def collect_trajectories(self, requests: Sequence[SeededPrompt], *_: Any) -> Any:
-        self.in_flight.add(requests)
+    def _start_groups(self, added: Sequence[SeededPrompt], *_: Any) -> None:
+        self.in_flight.add(added)
+
+    def _wait(self, *_: Any) -> None:
         raise KeyboardInterrupt
 
 
-def test_interrupted_step_can_begin_again() -> None:
-    """With the same random streams, and its prompts once; those that were taken for later steps stay."""
+def test_interrupted_step_can_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same random streams, and all ranks' prompts once; those that were taken for later steps stay."""
     rollout = VLLMRollout(placement="standalone", max_staleness=1)
-    weights: Any = None  # are not sent
-    rollout._collector = InterruptedCollector(None, rollout.in_flight, weights)
+    weights: Any = SimpleNamespace(sync_weights=lambda: None)
+    runner: Any = SimpleNamespace(cancel=lambda _: None)
+    rollout._collector = InterruptedCollector(runner, rollout.in_flight, weights)
     rollout._engines = SimpleNamespace(config=SimpleNamespace(engine_args={"max_model_len": 64}))  # type: ignore[assignment]
     rollout._policy = SimpleNamespace(weight_version=0, named_weights=dict)
     rollout._is_started = True
     prompts, further = ([Prompt(index, "1", [1], {}) for index in indices] for indices in ((0, 1, 1), (5, 6, 7)))
+    others = [(Prompt(index, "1", [1], {}), 0) for index in (20, 21, 25)]  # of a second rank: two, and one for later
+    monkeypatch.setattr(collector, "all_to_all_objects", lambda sent, name: {0: sent[0], 1: (others, 2)})
     in_flight: list[list[SeededPrompt]] = []
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -83,7 +89,9 @@ def test_interrupted_step_can_begin_again() -> None:
                 prompts, 2, Sampling(max_new_tokens=4, seed=1), None, lambda number: further[:number]
             )
         in_flight.append([(group.prompt, group.stream) for group in rollout.in_flight.waiting])
-    assert [prompt for prompt, _ in in_flight[0]] == further and in_flight[1] == in_flight[0]
+    later = others[2][0]
+    assert [prompt for prompt, _ in in_flight[0]] == [*further, later]
+    assert in_flight[1] == [*in_flight[0], (later, 0)]
     drawn = rollout._streams.draw(prompts, 0)
     rollout.begin_step()
     assert rollout._streams.draw(prompts, 0) == drawn

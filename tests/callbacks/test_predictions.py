@@ -106,18 +106,18 @@ class Prediction:
         """The indices of the prompts that were completed, in their order."""
         module = GRPO(self.model, samples_per_prompt=2)
         data = PromptDataModule(predict=str(self.folder / "sums.jsonl"), max_prompt_tokens=8, validation_batch_size=4)
-        generators: list[Dictated] = []
+        samplers: list[Dictated] = []
 
         def make(module: RLModule) -> Dictated:
-            generators.append(Dictated(module, dies_after, how))
-            return generators[0]
+            samplers.append(Dictated(module, dies_after, how))
+            return samplers[0]
 
         trainer = make_actor_trainer(self.folder, 1, UseSampler(make, **settings), JSONLPredictions())
         try:
             trainer.predict(module, data, return_predictions=False)
         except RuntimeError as error:
             assert str(error) == "out of luck"
-        return generators[0].asked
+        return samplers[0].asked
 
     def lines(self, name: str = "predictions.jsonl") -> list[dict[str, Any]]:
         text = (self.folder / name).read_bytes().decode()

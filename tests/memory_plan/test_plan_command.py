@@ -119,7 +119,7 @@ def test_sft_has_no_engine(project: Path) -> None:
     assert "engine" not in text and "sync" not in text
 
 
-OWN_GENERATOR = """\
+OWN_SAMPLER = """\
 from lightning.pytorch import Callback
 
 from rlightning.rollout import TrajectorySampler
@@ -138,8 +138,8 @@ def test_a_run_without_sampler_is_refused_unless_a_callback_generates(
     with pytest.raises(ConfigError, match=r"^GRPO has nothing to generate with\. Fill the section rollout, or add"):
         parse_work(["fit", "--config", "run.yaml"])
     monkeypatch.syspath_prepend(project)
-    (project / "own_generator.py").write_text(OWN_GENERATOR)
-    own = ["--trainer.callbacks+=own_generator.Recorded"]
+    (project / "own_sampler.py").write_text(OWN_SAMPLER)
+    own = ["--trainer.callbacks+=own_sampler.Recorded"]
     assert parse_work(["fit", "--config", "run.yaml", *own]).rollout is None
 
 

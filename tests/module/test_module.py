@@ -1,13 +1,14 @@
 """Training steps: the same update for any cut into micro-batches, the reference model, and refused arguments."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from small_steps import REWARDS, SMALL, ComputesAll, Weights, assert_close, train
 from tiny import UseSampler, copy_weights, make_batch, make_data, make_trainer, save_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlightning.algorithms import DAPO, GRPO
 from rlightning.data import ValidationSet
@@ -16,6 +17,7 @@ from rlightning.models import load_policy, packed_logprobs
 from rlightning.module import RLModule, policy_module, update
 from rlightning.objectives import ForwardPass, LossComponent, cross_entropy
 from rlightning.objectives.kl import estimate_kl
+from rlightning.rollout import Sampling
 from rlightning.types import Prompt, RolloutBatch, Trajectory
 
 # However it is cut
@@ -111,6 +113,21 @@ def test_updates_that_keep_logits_train_alike(
         trained.append(train(module, tmp_path, 2))
         assert set(asked) == {(is_kept, True), (False, False)}
     assert all(torch.equal(trained[0][name], weight) for name, weight in trained[1].items())
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_logits_of_more_tokens_than_planned_are_recomputed(
+    spare: int, model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of sequences that share sampled tokens, of which a micro-batch has more than it computes."""
+    asked: list[bool] = []
+    monkeypatch.setattr(update, "packed_logprobs", lambda *_, **kwargs: asked.append(kwargs["keeps_logits"]))
+    batch, module = RolloutBatch.of_sequences([[3, 4, 5], [3, 4]]), GRPO(model_folder, rewards=REWARDS, **SMALL)
+    module.actor, module.keeps_logits, module.sampling = nn.Module(), True, Sampling()  # type: ignore[assignment]
+    plan: Any = SimpleNamespace(max_tokens_per_microbatch=len(batch.sampled_index) + spare)
+    module.plan = plan
+    module.compute_logprobs(batch)
+    assert asked == [spare == 0]
 
 
 @pytest.mark.long

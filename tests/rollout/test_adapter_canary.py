@@ -123,6 +123,19 @@ def test_lasting_deviation_in_the_adapters_direction_passes(share: float, tokeni
         canary.check(stale, deviations=deviations)
 
 
+def test_engine_that_misses_many_small_updates_is_detected(tokenizer: Any) -> None:
+    """Each is below the rounding; on the way to the base they add up."""
+    actor, canary = make_canary(tokenizer, 4.0)
+    deviations = None
+    with pytest.raises(EngineError, match="of the way back to the model without its adapter"):
+        for step in range(50):
+            with actor.scaled(0.02 * step):
+                canary.evaluate(actor.score, step, lambda: actor.scaled(0.0))
+            with actor.scaled(0.0):  # as at the first step
+                deviations = canary.check(actor.answers(canary, seed=100 + step), deviations=deviations)
+    assert 2 < step < 12  # at 12 all of them are further than an engine may be
+
+
 def test_other_weights_are_not_blamed_on_the_adapter(tokenizer: Any) -> None:
     actor, canary = evaluated(tokenizer, 3.0)
     answers = np.asarray(actor.answers(canary, seed=9))

@@ -5,8 +5,9 @@ than the GPU's part of the step (docs/performance.md), mostly without need: a se
 which the sampled token does not end, needs only one more token. Such sequences are deferred: their tokens are written
 into arrays, for all sequences together. A sequence is returned to vLLM's code, with its tokens, when its state may
 change: its block is full, it ends, it is aborted or paused, or vLLM may preempt it. The schedule and the blocks are
-the same as vLLM's, but for one thing: requests that come while many sequences run, as turns of agents do, begin
-together, in one of every few steps (:data:`STEPS_TO_GATHER`).
+the same as vLLM's, but for two things: requests that come while many sequences run, as turns of agents do, begin
+together, in one of every few steps (:data:`STEPS_TO_GATHER`); and after a pause, requests of which nothing is computed
+share no blocks with those before.
 
 Tokens of a sequence that is read only at its end are sent to the client process :data:`TOKENS_AT_ONCE` at a time; all
 of them before a pause begins.
@@ -221,8 +222,8 @@ class RolloutScheduler(Scheduler):
         has_more = self.connector or self.ec_connector or self.num_spec_tokens or self.use_pp
         has_room = self.max_num_running_reqs <= self.max_num_scheduled_tokens
         config = self.scheduler_config
-        counts = config.long_prefill_token_threshold or config.watermark or config.policy != "fcfs"  # say who runs
-        if not is_single or has_more or not has_room or counts or envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+        is_special = config.long_prefill_token_threshold or config.watermark or config.policy != "fcfs"
+        if not is_single or has_more or not has_room or is_special or envs.VLLM_COMPUTE_NANS_IN_LOGITS:
             return False
         return is_tested(vllm.__version__)
 
