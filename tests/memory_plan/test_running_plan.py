@@ -214,7 +214,7 @@ def test_a_run_plans_the_roles_of_its_module(model_folder: str, tmp_path: Path) 
     # 8 prompts of 1,024 tokens begin with 4 samples each: all 24 sequences at once
     assert engine.kv_cache_bytes == 24 * length * 2 * numbers
     assert engine.weights == 2 * count_weights(config).total
-    assert MemoryPlan(work, 1 << 40).sync().weight_bucket == 0
+    assert engine.weights <= MemoryPlan(work, 1 << 40).sync().weight_bucket < 1.1 * engine.weights  # each is aligned
 
 
 def test_configurations_plan_names_roles_it_cannot_count() -> None:
