@@ -314,23 +314,6 @@ def test_auto_checkpointing_uses_fewest_layers_leaving_tenth_free(device: str) -
 
 
 @pytest.mark.long
-def test_logits_are_kept_where_a_tenth_stays_free() -> None:
-    planned = MemoryPlan(replace(COLOCATED, gradient_checkpointing="auto"), H200)
-    assert planned.keeps_logits
-    chunk, kept = (planned.trainer.logits(16384, has_gradient=True, is_kept=is_kept) for is_kept in (False, True))
-    assert kept - chunk == 2 * 151936 * (16384 - 4096)
-    assert planned.update().logits == kept and planned.update().total > planned.update_of(16384, 0).total
-    limit = int(planned.update().total / 0.9)
-    assert MemoryPlan(planned.work, limit + (1 << 20)).keeps_logits
-    small = MemoryPlan(planned.work, limit - (1 << 20))
-    assert not small.keeps_logits and small.count_checkpointed_layers() == 0
-    assert small.update() == small.update_of(small.tokens, 0)
-    assert not planned.with_work(gradient_checkpointing=True).keeps_logits
-    critic = RoleMemory(name="critic", config=COLOCATED.config, optimizer_states="float32")
-    assert not planned.with_work(others=(critic,)).keeps_logits  # its backward pass may come before they are freed
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_largest_microbatch_fits_and_larger_exceeds_device(gradient_checkpointing: bool) -> None:
     planned = MemoryPlan(replace(COLOCATED, gradient_checkpointing=gradient_checkpointing), H200)

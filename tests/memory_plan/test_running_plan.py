@@ -7,13 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from planned import COLOCATED, H200
 from tiny import bare_trainer, make_data, share_of_ones, write_sums
 
 from rlightning.algorithms import GRPO
 from rlightning.callbacks import MakeRoomForEngine, OffloadDuringRollout, TransformersRollout, VLLMRollout
 from rlightning.cli.plan import parse_work, read_roles
 from rlightning.errors import ConfigError
-from rlightning.memory_plan.decisions import check_engine, decide_checkpointing, decide_gathering, plan_run, read_run
+from rlightning.memory_plan.decisions import (
+    check_engine,
+    decide_checkpointing,
+    decide_gathering,
+    decide_kept_logits,
+    plan_run,
+    read_run,
+)
 from rlightning.memory_plan.phases import MemoryPlan, PhaseBytes
 from rlightning.memory_plan.work import RoleMemory
 from rlightning.models.counts import cached_numbers, count_weights
@@ -173,6 +181,37 @@ def test_run_start_logs_memory_of_each_phase(run: tuple[Any, Any], monkeypatch: 
     assert describe_memory(trainer, module).endswith(
         "; while the engine is awake, the host's memory holds optimizer state (0.0 GiB)"
     )
+
+
+@pytest.mark.long
+def test_logits_are_kept_where_a_tenth_stays_free() -> None:
+    planned = MemoryPlan(replace(COLOCATED, gradient_checkpointing="auto"), H200)
+    assert planned.keeps_logits
+    chunk, kept = (planned.trainer.logits(16384, has_gradient=True, is_kept=is_kept) for is_kept in (False, True))
+    assert kept - chunk == 2 * 151936 * (16384 - 4096)
+    assert planned.update().logits == kept and planned.update().total > planned.update_of(16384, 0).total
+    limit = int(planned.update().total / 0.9)
+    assert MemoryPlan(planned.work, limit + (1 << 20)).keeps_logits
+    small = MemoryPlan(planned.work, limit - (1 << 20))
+    assert not small.keeps_logits and small.count_checkpointed_layers() == 0
+    assert small.update() == small.update_of(small.tokens, 0)
+    assert not planned.with_work(gradient_checkpointing=True).keeps_logits
+    critic = RoleMemory(name="critic", config=COLOCATED.config, optimizer_states="float32")
+    assert not planned.with_work(others=(critic,)).keeps_logits  # its backward pass may come before they are freed
+
+
+@pytest.mark.long
+def test_run_says_that_logits_are_kept(
+    run: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="rlightning")
+    for size, is_kept in ((80 << 30, True), (1 << 31, False)):
+        device = SimpleNamespace(total_memory=size)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, device=device: device)
+        caplog.clear()
+        assert decide_kept_logits(*run) == is_kept
+        said = [line for line in caplog.messages if line.startswith("Logits are kept until the backward pass")]
+        assert len(said) == is_kept and all("of 80.0 GiB with them" in line for line in said)
 
 
 def test_what_cannot_be_planned_is_checkpointed(run: tuple[Any, Any]) -> None:

@@ -4,10 +4,9 @@ The core is one Python process that loops over all running sequences in every st
 than the GPU's part of the step (docs/performance.md), mostly without need: a sequence whose last block has room, and
 which the sampled token does not end, needs only one more token. Such sequences are deferred: their tokens are written
 into arrays, for all sequences together. A sequence is returned to vLLM's code, with its tokens, when its state may
-change: its block is full, it ends, it is aborted or paused, or vLLM may preempt it. The schedule and the blocks are
-the same as vLLM's, but for two things: requests that come while many sequences run, as turns of agents do, begin
-together, in one of every few steps (:data:`STEPS_TO_GATHER`); and after a pause, requests of which nothing is computed
-share no blocks with those before.
+change: its block is full, it ends, it is aborted or paused, or vLLM may preempt it. Schedule and blocks are vLLM's, but
+requests that come while many sequences run, as turns of agents do, begin together, in one of every few steps
+(:data:`STEPS_TO_GATHER`), and those that wait through a pause share no blocks with earlier ones (cache_salts.py).
 
 Tokens of a sequence that is read only at its end are sent to the client process :data:`TOKENS_AT_ONCE` at a time; all
 of them before a pause begins.
@@ -37,6 +36,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from rlightning.processes.process_group import die_with_parent
+from rlightning.rollout.vllm.cache_salts import renew_salts
 from rlightning.rollout.vllm.supports import drop_cut_tokens
 
 log = logging.getLogger(__name__)
@@ -206,8 +206,7 @@ class RolloutScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.deferred = DeferredSequences(self.max_num_running_reqs, self.block_size)
         self.unsent: dict[str, Tokens] = {}
-        self._is_paused, self._num_pauses = False, 0
-        self._steps_gathered = 0
+        self._is_paused, self._steps_gathered = False, 0
         limits = "max_num_active_reqs", "max_num_running_reqs", "max_num_scheduled_tokens"
         self._limits = [name for name in limits if hasattr(self, name)]
         self._admission_limit = self._limits[0]  # the number of running requests up to which vLLM admits others
@@ -223,9 +222,8 @@ class RolloutScheduler(Scheduler):
         has_room = self.max_num_running_reqs <= self.max_num_scheduled_tokens
         config = self.scheduler_config
         is_special = config.long_prefill_token_threshold or config.watermark or config.policy != "fcfs"
-        if not is_single or has_more or not has_room or is_special or envs.VLLM_COMPUTE_NANS_IN_LOGITS:
-            return False
-        return is_tested(vllm.__version__)
+        is_special = is_special or envs.VLLM_COMPUTE_NANS_IN_LOGITS
+        return is_single and has_room and not has_more and not is_special and is_tested(vllm.__version__)
 
     def add_request(self, request: Request) -> None:
         """Add a request; one for prompt log-probabilities goes to the front of the queue: the trainer waits for it."""
@@ -417,28 +415,8 @@ class RolloutScheduler(Scheduler):
         self._wake(list(self.deferred.rows))
         was_paused, self._is_paused = self._is_paused, pause_state != PauseState.UNPAUSED
         if was_paused and not self._is_paused:
-            self._renew_salts()
+            renew_salts(self.requests.values())
         super().set_pause_state(pause_state)
-
-    def _renew_salts(self) -> None:
-        """Give requests of which nothing is computed a new cache salt, since the weights may have changed in a pause.
-
-        With the salt that they came with, they would find keys and values that the weights before have computed.
-        """
-        self._num_pauses += 1
-        renewed: dict[object, list[Any]] = {}  # by the last hash under the old salt: samples share a prompt
-        for request in self.requests.values():
-            if request.cache_salt is None or request.num_computed_tokens or request.num_output_tokens:
-                continue
-            request.cache_salt = f"pause {self._num_pauses}"  # the client's salts are numbers
-            if not request.block_hashes:
-                continue
-            last = request.block_hashes[-1]
-            request.block_hashes.clear()
-            if last not in renewed:
-                request.update_block_hashes()
-                renewed[last] = list(request.block_hashes)
-            request.block_hashes[:] = renewed[last]
 
     def has_requests(self) -> bool:
         """Return whether there is work to do; in a pause, whether there are tokens that were not yet sent."""
