@@ -130,6 +130,11 @@ def test_engine_that_cannot_wrap_a_layer_starts_again_for_merged_weights(
     assert "LoRA target module model." in line and "rollout.send_adapter: false spares the attempt" in line
 
 
+def cpu_ticks(process: int) -> int:
+    """User time of a process, in hundredths of a second."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11])
+
+
 class HoldEngine(RLCallback):
     """Stops the engine while a step is trained on: what is under way then is under way at the next sync."""
 
@@ -138,7 +143,10 @@ class HoldEngine(RLCallback):
     def on_rollout_end(self, trainer: Any, module: Any, batch: Any) -> None:
         (engine,) = module.sampler._engines.samplers
         self.core = find_core(engine.process.pid)
-        time.sleep(0.02)  # completions of one length end together, and the next have no tokens yet
+        # Completions of one length end together, and the next have no tokens yet: until it has computed some.
+        begun, deadline = cpu_ticks(self.core), time.monotonic() + 2
+        while cpu_ticks(self.core) < begun + 5 and time.monotonic() < deadline:
+            time.sleep(0.005)
         os.kill(self.core, signal.SIGSTOP)
 
     def on_weight_sync_start(self, trainer: Any, module: Any, weight_version: int) -> None:
