@@ -65,7 +65,7 @@ class SelfJudged(Environment):
         if kind.run_group not in (Environment.run_group, SingleTurn.run_group):
             raise ConfigError(
                 f"SelfJudged: environment={kind.__name__} defines run_group(prompt, group), but trajectories are "
-                "judged one by one. Define run(prompt, policy) instead."
+                "scored one by one. Define run(prompt, policy) instead."
             )
         await self.environment.check()
 
