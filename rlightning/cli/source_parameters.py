@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any, Literal, Optional, Union
 
 from rlightning.config.type_hints import Parameters
+from rlightning.syntax_tree import parse_source
 
 PLAIN_TYPES = {
     "builtins": {"bool", "dict", "float", "int", "list", "str", "tuple"},
@@ -123,7 +124,7 @@ def _possible_files(module: str) -> list[Path]:
 def _parse(module: str) -> ast.Module:
     for file in _possible_files(module):
         if file.is_file():
-            return ast.parse(file.read_bytes())
+            return parse_source(file.read_bytes())
     raise LookupError(f"there is no source of '{module}'")
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from rlightning.syntax_tree import parse_source
+
 logger = logging.getLogger(__name__)
 
 INSTALLED = frozenset(("dist-packages", "site-packages"))
@@ -183,7 +185,7 @@ def _imports(module: ModuleSource) -> Iterator[str]:
     """Yield the names that a module imports, also inside functions; some may not be modules."""
     package = module.name if module.is_package else module.name.rpartition(".")[0]
     try:
-        nodes = list(ast.walk(ast.parse(module.source)))
+        nodes = list(ast.walk(parse_source(module.source)))
     except (SyntaxError, ValueError):  # a module that only some calls import, and that fails to import
         return
     for node in nodes:

@@ -14,6 +14,7 @@ from types import CodeType, FunctionType, NoneType
 from rlightning.callables import layers
 from rlightning.python_values import module_name
 from rlightning.rewards.sources import is_own_module
+from rlightning.syntax_tree import parse_source
 
 _OF_LISTS = ("append", "clear", "extend", "insert", "pop", "remove", "sort")
 _OF_OTHERS = ("add", "appendleft", "discard", "popitem", "popleft", "setdefault", "update")
@@ -68,7 +69,7 @@ def _sources(function: object, owner: type | None = None) -> Iterator[_Source]:
 def _parse(function: FunctionType) -> ast.FunctionDef | None:
     """Return the syntax tree of a Python function; for a wrapper the wrapper's tree, not the wrapped function's."""
     try:
-        node = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
+        node = parse_source(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):
         return None
     return node if isinstance(node, ast.FunctionDef) else None

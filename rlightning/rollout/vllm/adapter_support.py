@@ -12,6 +12,7 @@ from rlightning.models.counts import build_empty
 from rlightning.protocols import AdapterSettings
 from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.vllm.vllm_source import source_of
+from rlightning.syntax_tree import parse_source
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters for which vLLM can allocate memory."""
@@ -99,7 +100,7 @@ def find_model_class(architecture: str) -> tuple[str, str] | None:
 @cache
 def supports_adapters(module: str, name: str) -> bool:
     """Return whether a class, or one of its bases, supports adapters."""
-    tree = ast.parse(source_of(module))
+    tree = parse_source(source_of(module))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if name not in classes:
         return False
@@ -121,7 +122,9 @@ def supports_adapters(module: str, name: str) -> bool:
 def _is_split_in_three(module: type, attribute: str) -> bool:
     """Return whether a module's ``forward`` has a call such as ``self.c_attn(x).split((q, k, v))`` of a submodule."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(module.forward if hasattr(module, "forward") else module)))
+        tree = parse_source(
+            textwrap.dedent(inspect.getsource(module.forward if hasattr(module, "forward") else module))
+        )
     except (OSError, TypeError, SyntaxError):  # no file, or not a function's own lines
         return False
     calls = [(node, node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]

@@ -6,6 +6,7 @@ import functools
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.rollout.engine_config import EngineArguments
 from rlightning.rollout.vllm.vllm_source import source_of
+from rlightning.syntax_tree import parse_source
 
 OF_THE_RUN: dict[str, tuple[str, ...]] = {
     "the engine runs the actor's model, model.model": (
@@ -89,7 +90,7 @@ def argument_names() -> frozenset[str]:
         raise ConfigError("This vLLM has no vllm/engine/arg_utils.py. Install a version that pyproject.toml allows.")
     return frozenset(
         field.target.id
-        for node in ast.parse(source).body
+        for node in parse_source(source).body
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
