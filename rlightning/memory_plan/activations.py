@@ -46,8 +46,9 @@ from rlightning.models.adapter_layers import adapter_parameters, add_adapter
 from rlightning.models.attention import packed_attention, packed_inputs
 from rlightning.models.counts import cache_by_config, head_size, inner_size, num_key_value_heads, read_setting
 from rlightning.models.layers import checkpoint_layers, decoder_layers
-from rlightning.models.policy import hold_as_computed, narrow_residuals
+from rlightning.models.policy import narrow_residuals
 from rlightning.models.routers import keep_routers_float32
+from rlightning.models.whole_policy import hold_as_computed
 from rlightning.python_values import JsonObject
 
 CUDA_ATTENTION = "rlightning_packed_as_on_cuda"

@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from rlightning.models.adapter import Adapter
     from rlightning.models.export import save_adapter, save_policy
     from rlightning.models.logprobs import packed_logprobs
-    from rlightning.models.policy import hold_as_computed, load_config, load_policy, load_tokenizer
+    from rlightning.models.policy import load_config, load_policy, load_tokenizer
     from rlightning.models.rotary import describe_length_limit, max_model_length
+    from rlightning.models.whole_policy import hold_as_computed
 
 __all__ = [
     "Adapter",
@@ -30,7 +31,7 @@ __getattr__ = lazy_import(
     {
         "Adapter": "adapter",
         "describe_length_limit": "rotary",
-        "hold_as_computed": "policy",
+        "hold_as_computed": "whole_policy",
         "load_config": "policy",
         "load_policy": "policy",
         "load_tokenizer": "policy",

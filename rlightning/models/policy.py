@@ -1,7 +1,7 @@
 """Loads a Hugging Face causal language model as a policy."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,9 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from rlightning.errors import ConfigError, did_you_mean
 from rlightning.foreign_text import cut_line
-from rlightning.models.adapter import LoRA
-from rlightning.models.adapter_layers import add_adapter, initialize_adapter, store_digest
 from rlightning.models.architecture import BUILD_ERRORS, check_config, check_policy
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import other_shape, untied_head
-from rlightning.models.quantized import quantize_layers
 from rlightning.models.remote_code import read_config, read_tokenizer
 from rlightning.models.routers import keep_routers_float32
 
@@ -150,57 +147,6 @@ def load_policy(model: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
     narrow_residuals(policy)
     keep_routers_float32(policy)
     return policy
-
-
-def load_whole_policy(
-    model: str,
-    device: torch.device,
-    *,
-    dtype: torch.dtype = torch.float32,
-    frozen_dtype: torch.dtype | None = None,
-    adapter: LoRA | None = None,
-) -> PreTrainedModel:
-    """Load a policy as :func:`load_policy` does, onto a device.
-
-    Args:
-        model: a folder, or a name on the Hugging Face hub.
-        device: of the parameters.
-        dtype: of the parameters.
-        frozen_dtype: of the matrices if the policy is frozen (:func:`hold_as_computed`); None if it
-            is trained.
-        adapter: adapter that is trained on a frozen policy.
-    """
-    # What is cast is read on the host: on the device, Lightning's default here, float32 would need room first.
-    with nullcontext() if frozen_dtype is None else torch.device("cpu"):
-        policy = load_policy(model, dtype)
-    if frozen_dtype is not None:
-        hold_as_computed(policy, frozen_dtype)
-    if adapter is not None:
-        add_adapter(policy, adapter, device)
-        if adapter.quantize_base is not None:
-            quantize_layers(policy, set(adapter.quantized), adapter.quantize_base, device)
-    policy = nn.Module.to(policy, device)
-    if adapter is not None:
-        initialize_adapter(policy, adapter)
-        store_digest(policy, model)
-    return policy
-
-
-def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the matrices of a frozen model in place to ``dtype``, that of autocast, so that no forward pass has to cast
-    them.
-
-    The results are the same, with half the memory. The matrices are the weights of linear layers and of the token
-    embedding (:func:`narrow_residuals`). Other weights, such as norms and position embeddings, keep their dtype.
-    """
-    embedding = policy.get_input_embeddings()
-    cast: set[nn.Parameter] = set()
-    others: set[nn.Parameter] = set()
-    for module in policy.modules():
-        is_cast = type(module) is nn.Linear or (module is embedding and type(module) is nn.Embedding)
-        (cast if is_cast else others).update(module.parameters(recurse=False))
-    for parameter in cast - others:
-        parameter.data = parameter.data.to(dtype)
 
 
 def narrow_residuals(policy: PreTrainedModel) -> None:

@@ -6,7 +6,14 @@ Otherwise transformers would ask at the terminal during a run.
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from rlightning.errors import ConfigError
@@ -50,6 +57,14 @@ def read_tokenizer(model: str, *, trust_remote_code: bool) -> PreTrainedTokenize
         AutoTokenizer.from_pretrained, model, "tokenizer_config.json", trust_remote_code
     )
     return tokenizer
+
+
+def load_generation_config(model: str, config: PreTrainedConfig) -> GenerationConfig:
+    """Read ``generation_config.json``; without the file, return the generation settings of ``config``."""
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
 
 
 def trusts_remote_code(module: object) -> bool:

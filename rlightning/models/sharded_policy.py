@@ -7,36 +7,30 @@ afterwards.
 """
 
 import logging
-import math
 from collections.abc import Mapping
-from pathlib import Path
 from types import MethodType
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA
 from rlightning.models.adapter_layers import add_adapter, initialize_adapter, store_digest
-from rlightning.models.architecture import build_small, check_policy, not_finite
-from rlightning.models.attention import PACKED_ATTENTION
-from rlightning.models.files import check_head, find_weights, is_converted, other_shape
+from rlightning.models.architecture import not_finite
+from rlightning.models.files import check_head, find_weights, is_converted
 from rlightning.models.finite import find_not_finite
 from rlightning.models.layers import decoder_layers
 from rlightning.models.logprobs import compute_packed_logprobs
-from rlightning.models.policy import load_config, load_policy, remove_dropout
-from rlightning.models.routers import keep_routers_float32
+from rlightning.models.policy import load_config, load_policy
 from rlightning.models.tensor_parallel import check_tensor_parallel, parallelize
-from rlightning.models.transformers_internals import initialize_buffers_of
+from rlightning.models.weight_reading import build_on_meta, initialize_buffers, read_slices
 from rlightning.parallel.collectives import gather_objects
-from rlightning.parallel.gathering import local_box, local_part
+from rlightning.parallel.gathering import local_part
 from rlightning.parallel.sharding import Sharding, local_tensor, named_weights, release_without_gradient
-from rlightning.torch_internals import non_persistent_buffers
 
 log = logging.getLogger(__name__)
 
@@ -53,25 +47,21 @@ def load_sharded_policy(
     Raises:
         ConfigError: weights are missing, or packed attention or the tensor-parallel size is not supported.
     """
-    config = load_config(model)
-    remove_dropout(config)
     tensor_parallel_mesh = sharding.mesh["tensor_parallel"]
-    check_tensor_parallel(model, config, tensor_parallel_mesh.size())
-    check_policy(model, build_small(config))  # on the CPU: the whole model is loaded nowhere
-    with torch.device("meta"):
-        policy: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=PACKED_ATTENTION
-        )
+    check_tensor_parallel(model, load_config(model), tensor_parallel_mesh.size())
+    policy = build_on_meta(model, dtype)
     if adapter is not None:
         add_adapter(policy, adapter, torch.device("meta"))
     if tensor_parallel_mesh.size() > 1:
         parallelize(policy, tensor_parallel_mesh)
-    policy.train()  # there is no dropout left
-    keep_routers_float32(policy)
     shard(policy, sharding)
     policy.to_empty(device=sharding.storage_device)
     policy.tie_weights()  # to_empty has allocated separate memory for each tied parameter
-    initialize_buffers(model, policy, sharding.device)
+    if buffer := initialize_buffers(policy, sharding.device):
+        raise ConfigError(
+            f"model='{model}' has a buffer, '{buffer}', that cannot be computed without loading the whole model. Use "
+            "trainer.strategy=ddp."
+        )
     load_shards(model, policy)
     if adapter is not None:
         initialize_adapter(policy, adapter)
@@ -97,26 +87,6 @@ def shard(policy: PreTrainedModel, sharding: Sharding) -> None:
     register_fsdp_forward_method(policy, name)  # FSDP gathers weights for it as for forward()
 
 
-def initialize_buffers(model: str, policy: PreTrainedModel, device: torch.device) -> None:
-    """Recompute buffers that are in no file, such as the frequencies of rotary embeddings, on ``device``.
-
-    transformers' classes can do this, since transformers itself builds models without memory first. The policy's
-    buffers are allocated, but uninitialised.
-    """
-    for module in policy.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.full_like(buffer, math.nan if buffer.is_floating_point() else 0, device=device))
-        if non_persistent_buffers(module):
-            initialize_buffers_of(policy, module)
-    saved = policy.state_dict().keys()
-    for name, buffer in policy.named_buffers():
-        if name not in saved and buffer.is_floating_point() and buffer.isnan().any():
-            raise ConfigError(
-                f"model='{model}' has a buffer, '{name}', that cannot be computed without loading the whole model. "
-                "Use trainer.strategy=ddp."
-            )
-
-
 @torch.no_grad()
 def load_shards(model: str, policy: PreTrainedModel) -> None:
     """Fill the policy's allocated parameters and saved buffers from its files; every rank must call it.
@@ -136,25 +106,6 @@ def load_shards(model: str, policy: PreTrainedModel) -> None:
     ]
     if broken:
         raise not_finite(model, sorted(set(broken)))
-
-
-def read_slices(model: str, targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> None:
-    """Read this rank's part of each weight in ``targets`` from the safetensors ``files`` into the target tensor."""
-    for path in sorted(set(files.values())):
-        names = [name for name in targets if files[name] == path]
-        try:
-            with safe_open(path, "pt") as file:
-                for name in names:
-                    stored, target = file.get_slice(name), targets[name]
-                    if list(stored.get_shape()) != list(target.shape):
-                        raise other_shape(model, name, stored.get_shape(), target.shape)
-                    own = local_tensor(target)
-                    if not isinstance(target, DTensor):
-                        own.copy_(file.get_tensor(name))
-                    elif own.numel():  # a shard may be empty, which some versions of safetensors cannot read
-                        own.copy_(stored[local_box(target).slices])
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"model='{model}' has no readable weights: {error}") from error
 
 
 def broadcast_slices(model: str, targets: Mapping[str, Tensor]) -> None:

@@ -36,8 +36,8 @@ from rlightning.models.adapter_layers import (
 from rlightning.models.files import check_export, check_folder, find_weights, stored_dtype
 from rlightning.models.finite import check_finite
 from rlightning.models.layers import Checkpointing, compile_layers, should_compile
-from rlightning.models.policy import load_whole_policy
 from rlightning.models.rotary import use_exact_angles
+from rlightning.models.whole_policy import load_whole_policy
 from rlightning.module import adapter_checkpoints
 from rlightning.module.former_methods import warn_of_former_methods
 from rlightning.module.optimizers import METHOD, checked, prepare_optimizers

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from rlightning.config.run_settings import flatten
-from rlightning.models.remote_code import read_config, read_tokenizer
+from rlightning.models.remote_code import load_generation_config, read_config, read_tokenizer
 from rlightning.protocols import HasBackend, has
 
 IRRELEVANT = {"transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
@@ -74,14 +73,6 @@ def read_copies(model: str) -> dict[str, bytes]:
         return {}
     files = (file for file in folder.iterdir() if file.suffix not in WEIGHT_SUFFIXES and file.is_file())
     return {file.name: file.read_bytes() for file in files if file.stat().st_size <= LARGEST_COPY}
-
-
-def load_generation_config(model: str, config: PreTrainedConfig) -> GenerationConfig:
-    """Read ``generation_config.json``; without the file, return the generation settings of ``config``."""
-    try:
-        return GenerationConfig.from_pretrained(model)
-    except OSError:
-        return GenerationConfig.from_model_config(config)
 
 
 def digest_tokenizer(tokenizer: Tokenizer) -> str:

@@ -58,6 +58,7 @@ def save_from_shards(folder: Path, model: str, max_file_bytes: int) -> None:
 
 def test_what_shards_give_is_what_a_whole_policy_gives(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", num_key_value_heads=2)
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [0, 3], "temperature": 0.6}')
     tokenizer = load_tokenizer(model)
     policy = load_policy(model)
     save_policy(policy, tokenizer, tmp_path / "one file", dtype=torch.bfloat16)

@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from tiny import refused
 from tiny_models import make_sequences, packed_inputs, save_tiny
 from tokenizers import Tokenizer, models
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, PreTrainedTokenizerFast
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
@@ -16,6 +18,7 @@ from rlightning.errors import ConfigError
 from rlightning.models import hold_as_computed, load_config, load_policy, load_tokenizer, max_model_length, save_policy
 from rlightning.models.layers import decoder_layers
 from rlightning.models.policy import without_loading_bar
+from rlightning.models.whole_policy import load_frozen_policy
 from rlightning.parallel.sharding import named_weights
 
 
@@ -225,3 +228,65 @@ def test_a_model_held_as_computed_has_the_same_logits(kind: str, tmp_path: Path)
             found.append(policy(**inputs).logits)
     assert torch.equal(*found)
     assert policy.get_output_embeddings().weight.dtype == (torch.float32 if kind == "gemma3_text" else torch.bfloat16)
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Notes the number of elements of the largest float32 tensor that operations return, outside of the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation, and note what it returns."""
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and not tensor.is_meta:
+                self.numel = max(self.numel, tensor.numel())
+        return found
+
+
+FROZEN: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8, "tie_word_embeddings": False},
+    "llama": {"tie_word_embeddings": True},
+    "gpt2": {},
+    "gemma3_text": {},
+    "qwen3_moe": {},
+    "glm4_moe": {"head_dim": 8, "first_k_dense_replace": 0},
+}
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", FROZEN)
+def test_a_frozen_policy_equals_one_cast_afterwards(kind: str, stored: torch.dtype, tmp_path: Path) -> None:
+    """Experts are in other tensors of the files than of the model; Gemma's embedding has a scale that is in no file."""
+    folder = save_tiny(kind, tmp_path, stored, **FROZEN[kind])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 3]}')
+    cast = load_policy(folder)
+    hold_as_computed(cast, torch.bfloat16)
+    read = load_frozen_policy(folder, torch.device("cpu"), torch.float32, torch.bfloat16)
+    expected = dict(cast.named_parameters()) | dict(cast.named_buffers())
+    found = dict(read.named_parameters()) | dict(read.named_buffers())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert {name: weight.dtype for name, weight in found.items()} == {name: w.dtype for name, w in expected.items()}
+    assert read.training and read.generation_config.eos_token_id == cast.generation_config.eos_token_id == [0, 3]
+    inputs = packed_inputs(make_sequences())
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.equal(read(**inputs).logits, cast(**inputs).logits)
+
+
+def test_a_frozen_policy_is_nowhere_in_float32(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path, torch.bfloat16, head_dim=8, vocab_size=5000)
+    with LargestFloat32() as largest:
+        load_frozen_policy(folder, torch.device("cpu"), torch.float32, torch.bfloat16)
+    assert largest.numel < max(weight.numel() for weight in load_file(tmp_path / "model.safetensors").values()) / 10
+
+
+def test_frozen_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3", tmp_path, head_dim=8)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 2] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with refused("NaN or infinite values in 1 of its weights, such as 'model.layers.1.mlp.up_proj.weight'"):
+        load_frozen_policy(folder, torch.device("cpu"), torch.float32, torch.bfloat16)
