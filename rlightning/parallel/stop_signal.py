@@ -80,7 +80,7 @@ class StopSignal:
             self._must_interrupt = False
             self._interrupt()
         elif not self.signum:
-            self.signum, self.asked_at = signum, time.monotonic()
+            self.asked_at, self.signum = time.monotonic(), signum  # in this order: a thread waits for the signal
             launcher = self._trainer.strategy.launcher
             if launcher is not None:
                 launcher.kill(signum)
