@@ -13,6 +13,7 @@ from rlightning.callbacks.make_room_for_engine import MakeRoomForEngine
 from rlightning.callbacks.rollout import RolloutCallback
 from rlightning.callbacks.throughput import log_metrics
 from rlightning.environments.collector import Collector, StepPlan
+from rlightning.environments.runner import ScoreGroup
 from rlightning.errors import EngineError
 from rlightning.hooks import call_hook
 from rlightning.lightning_internals import is_amid_step
@@ -20,7 +21,7 @@ from rlightning.memory_plan.decisions import check_engine
 from rlightning.memory_plan.work import RolloutMemory, Work
 from rlightning.models.remote_code import trusts_remote_code
 from rlightning.parallel.collectives import gather_objects, global_rank, world_size
-from rlightning.protocols import HasFitLoop, HasLoggers, HasPlan, HasUsualOptimizers, Loop, has
+from rlightning.protocols import HasFitLoop, HasLoggers, HasPlan, HasUsualOptimizers, Loop, ScoresGroups, has
 from rlightning.report.loggers import is_service
 from rlightning.rollout import OnCompleted, Sampling, TakePrompts
 from rlightning.rollout.async_metrics import STOPPED, BottleneckMonitor
@@ -215,8 +216,14 @@ class VLLMRollout(RolloutCallback):
             max_failed_share=self.max_failed_share,
             time_limits=self.time_limits,
             verifier=self.make_verifier(pool, engines.config.dtype),
+            score=self._group_scorer(),
         )
         runner.check()
+
+    def _group_scorer(self) -> ScoreGroup | None:
+        """Return the function that scores groups of all ranks, if prompts are in flight over several steps."""
+        is_ahead = self.options.prompts_ahead(1) > 0
+        return self._module.group_scorer(world_size()) if is_ahead and has(self._module, ScoresGroups) else None
 
     def on_fit_start(self, trainer: Loop, module: object) -> None:
         """If a logger is a web service, wait for the first engine, so that a failed start creates no run there."""

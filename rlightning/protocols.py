@@ -9,7 +9,7 @@ so have RLModule and a plain network. Hooks accept any loop and any module, and 
 Protocols that only one file uses, and no callback, are in that file.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from inspect import get_annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
     from rlightning.lightning_internals import FitLoop
-    from rlightning.types import Prompt, RolloutBatch
+    from rlightning.types import Prompt, RolloutBatch, Trajectory
     from rlightning.types.batch_plan import BatchPlan
 
 P = TypeVar("P")
@@ -349,6 +349,15 @@ class CountsTimeouts(Protocol):
 
     @property
     def count_timeouts(self) -> bool: ...
+
+
+class ScoresGroups(Protocol):
+    """A module that can call its reward functions on a prompt's trajectories before the step that takes them."""
+
+    def group_scorer(self, num_ranks: int) -> "Callable[[Sequence[Trajectory]], Awaitable[None]] | None":
+        """Return a coroutine function that sets ``reward_results`` of trajectories of any of ``num_ranks`` ranks; None
+        if the module needs a step's batch to reward it.
+        """
 
 
 class HasGroupSize(Protocol):

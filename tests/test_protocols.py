@@ -70,6 +70,7 @@ from rlightning.protocols import (
     SampledPolicy,
     SavesAdapter,
     SavesHF,
+    ScoresGroups,
     SelectsSampled,
     SumsOverRanks,
     callbacks_of,
@@ -151,9 +152,9 @@ def of_policy(module: GRPO) -> tuple[SampledPolicy, HasWeightVersion, HasDevice,
 
 def of_step(
     module: GRPO,
-) -> tuple[SelectsSampled, HasCosts, LogsMetrics, HasUsualOptimizers, Closes, CountsTimeouts]:
+) -> tuple[SelectsSampled, HasCosts, LogsMetrics, HasUsualOptimizers, Closes, CountsTimeouts, ScoresGroups]:
     """Return an algorithm as each protocol of a module's methods that its types satisfy."""
-    return module, module, module, module, module, module
+    return module, module, module, module, module, module, module
 
 
 def of_ranks(module: GRPO) -> tuple[HasTensorParallelRank, HasTensorParallelSize, SumsOverRanks]:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 from rlightning import intervals
 from rlightning.environments.environment_totals import EnvironmentTotals
 from rlightning.environments.policy import GroupRequest
-from rlightning.environments.runner import EnvironmentRunner
+from rlightning.environments.runner import EnvironmentRunner, ScoreGroup
 from rlightning.environments.snapshots import SavedTrajectory
 from rlightning.environments.trajectory_delivery import TrajectoryDelivery, assign_ranks
 from rlightning.environments.verification import Gap, TrajectoryVerifier
@@ -96,6 +96,7 @@ class Collector:
         take_idle_seconds: returns the engines' idle seconds since its last call.
         max_failed_share, time_limits: see :class:`~rlightning.environments.environment_totals.EnvironmentTotals`.
         verifier: verifies the trajectories of each step; None for no verification.
+        score: scores each group in flight before it counts as finished; None to leave that to the step that takes it.
 
     Attributes:
         has_changed: event to be set when the result of :meth:`Weights.needs_sync` may have changed.
@@ -114,7 +115,9 @@ class Collector:
         max_failed_share: float = 1.0,
         time_limits: Mapping[str, float] | None = None,
         verifier: TrajectoryVerifier | None = None,
+        score: ScoreGroup | None = None,
     ) -> None:
+        self._score = score
         self.in_flight, self.has_changed, self.totals = in_flight, threading.Event(), StepTotals()
         self.is_training, self.environments = True, EnvironmentTotals(max_failed_share, time_limits)
         self._verifier = verifier
@@ -150,7 +153,8 @@ class Collector:
         received = all_to_all_objects({COLLECTOR_RANK: list(requests)}, name="prompts")
         work = [(rank, place, one) for rank, handed in received.items() for place, one in enumerate(handed)]
         running = {
-            self._submit(prompt, stream, num_samples, sampling): (rank, place) for rank, place, (prompt, stream) in work
+            self._submit(_group_request(prompt, stream, num_samples, sampling)): (rank, place)
+            for rank, place, (prompt, stream) in work
         }
         self._expect(len(work) * num_samples)
         made: list[Trajectory] = []
@@ -236,7 +240,7 @@ class Collector:
         flight, settings = self.in_flight, sampling_settings(num_samples, sampling)
         self._finish_groups()
         for group in self._running.values():
-            group.saved = None  # a checkpoint has it, and the next one saves it again
+            group.saved = group.unscored = None  # a checkpoint has it, and the next one saves it again
         requeued = {*flight.requeue_changed(settings), *flight.requeue_stale(version)}
         self._cancel([future for future, group in self._running.items() if group in requeued])
         flight.add(added)
@@ -246,7 +250,8 @@ class Collector:
         for group in waiting:
             group.first_weight_version, group.settings = version, settings
         for group in [*resumed, *waiting]:
-            self._running[self._submit(group.prompt, group.stream, num_samples, sampling, group.saved)] = group
+            request = _group_request(group.prompt, group.stream, num_samples, sampling, group.saved)
+            self._running[self._submit(request, self._score)] = group
 
     def save_progress(self) -> None:
         """Store the progress of the trajectories in each running group, for a checkpoint."""
@@ -256,7 +261,7 @@ class Collector:
                     del self._running[future]
                     self.in_flight.finish(group, future.result())
                 else:
-                    group.saved = self._runner.save(future)
+                    group.saved, group.unscored = self._runner.save(future), self._runner.unscored(future)
 
     def close(self) -> None:
         """Cancel all running groups; their prompts stay in flight. May be called twice."""
@@ -309,16 +314,9 @@ class Collector:
         self.environments.gap = self.environments.gap.merge(verification.result())
         return True
 
-    def _submit(
-        self,
-        prompt: Prompt,
-        stream: int,
-        num_samples: int,
-        sampling: Sampling,
-        saved: Sequence[SavedTrajectory | None] | None = None,
-    ) -> Future[list[Trajectory]]:
+    def _submit(self, request: GroupRequest, score: ScoreGroup | None = None) -> Future[list[Trajectory]]:
         assert self._runner is not None
-        future = self._runner.submit(GroupRequest(prompt, group_sampling(sampling, prompt, stream), num_samples, saved))
+        future = self._runner.submit(request, score)
         future.add_done_callback(lambda _: self.has_changed.set())
         return future
 
@@ -333,6 +331,8 @@ class Collector:
         if flight.max_staleness == 0:
             totals.num_stopped += self._requeue_all()
         totals.num_running, totals.num_finished = len(self._running), flight.num_finished
+        if self._runner is not None:
+            totals.num_scoring = sum(self._runner.unscored(future) is not None for future in self._running)
 
     def _requeue_all(self) -> int:
         """Requeue all started groups, and return their number."""
@@ -343,7 +343,11 @@ class Collector:
     def _suspend(self) -> None:
         """Save and cancel the running groups; a later call resumes those whose environments support it."""
         self.save_progress()
-        self._cancel(list(self._running))
+        running = list(self._running.items())
+        self._cancel([future for future, _ in running])
+        for _, group in running:
+            if group.unscored is not None:
+                self.in_flight.finish(group, group.unscored)
         self.in_flight.suspend()
 
     def _finish_groups(self) -> None:
@@ -402,6 +406,16 @@ class Collector:
                 self.has_changed.wait(intervals.POLL_INTERVAL)
         finally:
             self._wait_seconds += time.monotonic() - started_at
+
+
+def _group_request(
+    prompt: Prompt,
+    stream: int,
+    num_samples: int,
+    sampling: Sampling,
+    saved: Sequence[SavedTrajectory | None] | None = None,
+) -> GroupRequest:
+    return GroupRequest(prompt, group_sampling(sampling, prompt, stream), num_samples, saved)
 
 
 def _own_numbers(handed: Iterable[tuple[Sequence[SeededPrompt], int]], first: int) -> set[int]:

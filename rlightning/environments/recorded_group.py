@@ -37,6 +37,7 @@ class RecordedGroup:
         num_requeues: total number of repetitions of trajectories.
         first_failure: the first error in one line, and its traceback; None without any.
         started_at: start of each running trajectory, by its number, on the monotonic clock.
+        trajectories: the finished trajectories; None until :meth:`finish`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class RecordedGroup:
         self.num_requeues = 0
         self.first_failure: tuple[str, str] | None = None
         self.started_at: dict[int, float] = {}
+        self.trajectories: list[Trajectory] | None = None
 
     def _make_policy(self, number: int, attempt: int = 0) -> RecordedPolicy:
         clock = self._clocks[number]
@@ -202,6 +204,7 @@ class RecordedGroup:
             trajectory = policy.finish(outcome, seconds)
             trajectory.timings |= clock.timings
             trajectories.append(trajectory)
+        self.trajectories = trajectories
         return trajectories
 
 

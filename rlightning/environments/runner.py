@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from time import monotonic
@@ -33,6 +33,10 @@ REPORT_INTERVAL = 60.0
 """Seconds before a running trajectory is first logged as slow, and between two such lines."""
 COLUMN = "environment"
 """Column of a prompt set that names each row's environment, if a run has several."""
+
+
+ScoreGroup = Callable[[Sequence[Trajectory]], Awaitable[None]]
+"""A coroutine function that calls reward functions on the trajectories of a prompt, and sets ``reward_results``."""
 
 
 class HasEnvironmentNames(Protocol):
@@ -89,9 +93,9 @@ class EnvironmentRunner:
         self._next_report = 0.0
         self._is_closed = False
 
-    def submit(self, request: GroupRequest) -> "Future[list[Trajectory]]":
+    def submit(self, request: GroupRequest, score: ScoreGroup | None = None) -> "Future[list[Trajectory]]":
         """Start the trajectories of a prompt, and return a future of them without waiting; cancelling the future
-        cancels them.
+        cancels them. If there is a function ``score``, it is called on them before the future returns.
 
         The future returns the trajectories when all have ended, or raises a RunError that concerns all trajectories.
         """
@@ -105,7 +109,7 @@ class EnvironmentRunner:
             self._max_requeues,
             turn_timeout=self._turn_timeout,
         )
-        future = self.loop.submit(self._attempt(request, environment, group))
+        future = self.loop.submit(self._attempt(request, environment, group, score))
         self._submitted[future] = group
         return future
 
@@ -120,6 +124,10 @@ class EnvironmentRunner:
                 "snapshot() and restore(state), and a resumed run begins them again."
             )
         return saved if any(saved) else None
+
+    def unscored(self, future: "Future[list[Trajectory]]") -> list[Trajectory] | None:
+        """Return a prompt's trajectories if they have ended and only their scores are missing; else None."""
+        return None if future.done() else self._submitted[future].trajectories
 
     def cancel(self, futures: "Collection[Future[list[Trajectory]]]") -> None:
         """Cancel the trajectories of prompts, and wait a few seconds at most until they have no more requests at the
@@ -191,7 +199,9 @@ class EnvironmentRunner:
             _, pending = await asyncio.wait(cancelled, timeout=intervals.CANCEL_GRACE)
             self._abandoned.update(pending)  # their environments ignored the cancellation
 
-    async def _attempt(self, request: GroupRequest, environment: Environment, group: RecordedGroup) -> list[Trajectory]:
+    async def _attempt(
+        self, request: GroupRequest, environment: Environment, group: RecordedGroup, score: ScoreGroup | None
+    ) -> list[Trajectory]:
         task = asyncio.current_task()
         assert task is not None
         self._running[task] = request.prompt.index, group
@@ -207,6 +217,8 @@ class EnvironmentRunner:
         trajectories = group.finish(outcomes, monotonic() - started_at)
         self.num_requeues += group.num_requeues
         self.first_failure = self.first_failure or group.first_failure
+        if score is not None:
+            await score(trajectories)
         return trajectories
 
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from rlightning.environments.runner import ScoreGroup
 from rlightning.errors import ConfigError, EnvironmentFailedError
 from rlightning.hooks import call_hook
 from rlightning.module.metrics import pass_at_k
+from rlightning.module.overrides import is_own
 from rlightning.module.update import UpdateModule
 from rlightning.parallel.collectives import all_reduce
 from rlightning.protocols import has
@@ -134,9 +136,30 @@ class EvaluationSteps(UpdateModule):
         return list(zip(prompts, groups, strict=True))
 
     def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
-        """Hook to compute rewards early, called with the trajectories of one prompt while those of other prompts are
-        still being sampled. Does nothing by default.
+        """Start the reward functions on one prompt's trajectories while those of other prompts are being sampled.
+
+        Does nothing if :meth:`compute_rewards` is overridden.
         """
+        if self.has_own_rewards and self.rewarder.functions:
+            self.rewarder.begin([one for one in trajectories if self._is_sampled(one)])
+
+    def group_scorer(self, num_ranks: int) -> ScoreGroup | None:
+        """Return a function that calls the reward functions on trajectories of any rank, for prompts that are in flight
+        over several steps; None without functions, or if :meth:`compute_rewards` is overridden.
+        """
+        if not self.has_own_rewards or not self.rewarder.functions:
+            return None
+        self.rewarder.num_ranks = num_ranks
+
+        async def score(trajectories: Sequence[Trajectory]) -> None:
+            await self.rewarder.score_group([one for one in trajectories if self._is_sampled(one)])
+
+        return score
+
+    @property
+    def has_own_rewards(self) -> bool:
+        """Return whether rewards come from reward functions, without an override of :meth:`compute_rewards`."""
+        return is_own(self, "compute_rewards")
 
     def compute_rewards(self, batch: RolloutBatch) -> Tensor:
         """Return the reward of each trajectory of a batch: [M]. Subclasses implement it."""

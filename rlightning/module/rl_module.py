@@ -20,7 +20,6 @@ from rlightning.module.evaluation import EvaluationSteps
 from rlightning.module.metrics import rollout_metrics
 from rlightning.module.monitoring import adapt_monitoring, check_monitors
 from rlightning.module.no_signal import StepsWithoutSignal
-from rlightning.module.overrides import is_own
 from rlightning.module.returned_values import returned_tensor
 from rlightning.module.run_folder import UnlockRun, lock_run_of
 from rlightning.module.start_block import describe_start
@@ -37,7 +36,7 @@ from rlightning.protocols import HasEnvironment, StateDict, callbacks_of, has
 from rlightning.report.loggers import adapt_loggers, delay_loggers
 from rlightning.rewards import FailureCount, Reward, RewardRunner
 from rlightning.rewards.tally import fail_too_large
-from rlightning.types import Prompt, RolloutBatch, Trajectory
+from rlightning.types import Prompt, RolloutBatch
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ class RLModule(EvaluationSteps):
         Called by the data module: in a resumed run these columns must be unchanged. They are those that the reward
         functions read, or all if :meth:`compute_rewards` is overridden.
         """
-        return self.rewarder.read_columns(columns) if self._has_own_rewards else list(columns)
+        return self.rewarder.read_columns(columns) if self.has_own_rewards else list(columns)
 
     def check_answers(self, prompts: Sequence[Prompt], where: Callable[[int], str]) -> None:
         """Score the reference answers of a prompt set as completions, and raise a ConfigError if too many get no
@@ -132,7 +131,7 @@ class RLModule(EvaluationSteps):
 
         ``where`` returns the file and line of a row, for the error.
         """
-        if self.generates and self._has_own_rewards:
+        if self.generates and self.has_own_rewards:
             self.rewarder.check_answers(prompts, where)
 
     @property
@@ -155,7 +154,7 @@ class RLModule(EvaluationSteps):
         stage = self.trainer.state.fn
         # A user's override may need no reward function, and an environment may give rewards.
         is_rewarded = any(has(one, HasEnvironment) and bool(one.environment) for one in callbacks_of(self.trainer))
-        needs_function = self.generates and stage != "predict" and self._has_own_rewards and not is_rewarded
+        needs_function = self.generates and stage != "predict" and self.has_own_rewards and not is_rewarded
         if needs_function and not self.rewarder.functions:
             raise ConfigError(
                 f"{type(self).__name__} has no reward function. Name at least one in model.rewards, such as "
@@ -320,14 +319,6 @@ class RLModule(EvaluationSteps):
         self._num_not_sampled += batch.num_trajectories - counted.num_trajectories
         return counted
 
-    def begin_rewards(self, prompt: Prompt, trajectories: list[Trajectory]) -> None:
-        """Start the reward functions on one prompt's trajectories while those of other prompts are being sampled.
-
-        Does nothing if :meth:`compute_rewards` is overridden.
-        """
-        if self._has_own_rewards and self.rewarder.functions:
-            self.rewarder.begin([one for one in trajectories if self._is_sampled(one)])
-
     def reward(self, batch: RolloutBatch) -> RolloutBatch:
         """Compute rewards, set ``batch.rewards`` and return the batch; a reward that failed is NaN."""
         call_hook(self.trainer, self, "on_reward_start", batch)
@@ -379,7 +370,7 @@ class RLModule(EvaluationSteps):
             [M] floats; NaN for a trajectory that counts as not sampled. Without reward functions this includes
             trajectories without an environment reward, except timeouts.
         """
-        decides = self._has_own_rewards and not self.rewarder.functions
+        decides = self.has_own_rewards and not self.rewarder.functions
         missing = [math.nan if decides and one.status != "timeout" else 0.0 for one in batch.trajectories]
         rewards = [
             default if one.reward is None else one.reward
@@ -440,8 +431,3 @@ class RLModule(EvaluationSteps):
         batch = batch.select((~batch.rewards.isnan()).nonzero()[:, 0])
         kept = returned_tensor(self.keep_sequences(batch), batch.num_trajectories, "keep_sequences", "trajectories")
         return batch.select(kept.nonzero()[:, 0])
-
-    @property
-    def _has_own_rewards(self) -> bool:
-        """Return whether rewards come from reward functions, without an override of :meth:`compute_rewards`."""
-        return is_own(self, "compute_rewards")

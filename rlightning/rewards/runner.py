@@ -1,7 +1,9 @@
 """Calls the reward functions on a batch; a failure affects only its own sample."""
 
+import asyncio
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from contextlib import contextmanager
@@ -31,6 +33,10 @@ CHECK_SECONDS = 1.5
 """Maximum seconds for checking reference answers, after the first of them."""
 
 
+_OPENING = threading.Lock()
+"""Held while a pool is opened: groups are scored in another thread than a step's trajectories."""
+
+
 class LateRepeat(NamedTuple):
     """The repeated calls of an async function that have not all returned.
 
@@ -52,7 +58,7 @@ class RewardRunner:
 
     Functions that cannot be pickled (lambdas, closures, those of ``__main__``) run in threads and on an event loop of
     this process, which they may block; a warning says so. Worker processes start with the first calls. :meth:`begin`
-    starts calls and returns before they are done.
+    starts calls and returns before they are done, and :meth:`score_group` awaits them on another thread's event loop.
 
     Args:
         rewards: a list of dotted paths, functions or :class:`RewardFunction`, or a single one.
@@ -61,6 +67,10 @@ class RewardRunner:
         max_unrewarded_references: maximum share of a prompt set's reference answers that get no reward from their
             answer checker; a set with a larger share is rejected.
         num_workers: number of processes, and of threads; None for the number of cores, at most eight.
+
+    Attributes:
+        num_ranks: number of ranks whose trajectories are scored here; so many times as many calls run at once, as far
+            as there are cores for their processes. Set before the first call.
     """
 
     def __init__(
@@ -105,6 +115,8 @@ class RewardRunner:
         self._late_repeats: list[LateRepeat] = []
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
+        self._early_failures: FailureCount | None = None
+        self.num_ranks = 1
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy: the functions, without processes and running calls."""
@@ -156,8 +168,12 @@ class RewardRunner:
 
     @contextmanager
     def counting(self, failures: FailureCount) -> Iterator[None]:
-        """Context manager in which :meth:`score` counts failures in ``failures``, whose limit applies to all calls."""
+        """Context manager in which :meth:`score` counts failures in ``failures``, whose limit applies to all calls.
+
+        From then on :meth:`score_group` counts up to the same limit.
+        """
         before, self._failures = self._failures, failures
+        self._early_failures = FailureCount(failures.num_samples, failures.max_share, failures.of)
         try:
             yield
         finally:
@@ -172,9 +188,38 @@ class RewardRunner:
         Args:
             trajectories: some of the trajectories that will be scored together; recognized by their ``turns`` objects.
         """
-        elsewhere = [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
         for trajectory in trajectories:
-            self._submitted[id(trajectory.turns)] = trajectory, {f: self._submit(f, trajectory) for f in elsewhere}
+            missing = [f for f in self._background if self.functions[f].name not in trajectory.reward_results]
+            self._submitted[id(trajectory.turns)] = trajectory, {f: self._submit(f, trajectory) for f in missing}
+
+    async def score_group(self, trajectories: "Sequence[Trajectory]") -> None:
+        """Call the functions on trajectories, and set ``reward_results``, which a later :meth:`score` uses, perhaps in
+        another process; functions that :meth:`begin` does not call are left out. Runs on any event loop.
+
+        Raises:
+            RewardError: too many trajectories have failed since the last :meth:`counting` began.
+        """
+        calls = {(m, f): self._submit(f, one) for m, one in enumerate(trajectories) for f in self._background}
+        # Results are missing if the calls are cancelled, since the pool is closed: score() repeats these.
+        results = await asyncio.gather(*map(asyncio.wrap_future, calls.values()), return_exceptions=True)
+        errors: dict[int, tuple[str, str]] = {}
+        for (m, f), result in zip(calls, results, strict=True):
+            if isinstance(result, asyncio.CancelledError):
+                continue
+            if isinstance(result, BaseException):
+                raise result
+            trajectories[m].reward_results[self.functions[f].name] = result.value, result.error
+            if result.error is not None:
+                errors.setdefault(m, (self.functions[f].name, result.error))
+        if self._early_failures is not None:
+            self._early_failures.num_scored += len(trajectories)
+            for m, (name, error) in errors.items():
+                self._early_failures.add(name, m, error)
+
+    @property
+    def _background(self) -> list[int]:
+        """The functions that do not slow this process's threads: async ones, and sync ones in other processes."""
+        return [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
 
     def score(self, trajectories: "Sequence[Trajectory]") -> RewardScores:
         """Score every trajectory with every function; calls that were already submitted are not repeated.
@@ -187,14 +232,20 @@ class RewardRunner:
         self.sources.report_changes()
         self._report_late_repeats()
         calls: dict[Future[RewardResult], tuple[int, int]] = {}  # function and trajectory
+        known: dict[tuple[int, int], RewardResult] = {}
         for place, trajectory in enumerate(trajectories):
             _, begun = self._submitted.pop(id(trajectory.turns), (None, {}))
-            for function in range(len(self.functions)):
-                calls[begun.get(function) or self._submit(function, trajectory)] = function, place
+            for function, bound in enumerate(self.functions):
+                if (result := trajectory.reward_results.pop(bound.name, None)) is not None:
+                    known[function, place] = RewardResult(*result)
+                else:
+                    calls[begun.get(function) or self._submit(function, trajectory)] = function, place
         self._cancel_submitted()
         failures = self._failures or FailureCount(len(trajectories), self.max_failed_share)
         tally = Tally(self.functions, len(trajectories), failures, self._reported)
         try:
+            for where, result in known.items():
+                tally.add(*where, result)
             for outcome in as_completed(calls):
                 tally.add(*calls[outcome], outcome.result())
             return tally.total()
@@ -285,9 +336,14 @@ class RewardRunner:
 
     @property
     def _pool(self) -> RewardPool:
-        if self._opened is None or self._opened[0] != os.getpid():  # a forked process must not use its parent's calls
-            self._opened = os.getpid(), RewardPool(self.functions, self.sources, self.num_workers)
-        return self._opened[1]
+        with _OPENING:
+            opened = self._opened
+            if opened is None or opened[0] != os.getpid():  # a forked process must not use its parent's calls
+                num_workers = min(self.num_workers * self.num_ranks, max(self.num_workers, num_cores()))
+                max_async = MAX_CONCURRENT * self.num_ranks
+                pool = RewardPool(self.functions, self.sources, num_workers, max_async=max_async)
+                self._opened = opened = os.getpid(), pool
+        return opened[1]
 
     def _submit(
         self, function: int, trajectory: "Trajectory", extra: Mapping[str, object] | None = None

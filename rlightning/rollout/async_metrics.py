@@ -22,7 +22,8 @@ class StepTotals:
         staleness: for each call an array [T], the staleness of its tokens in updates.
         num_stale: prompts that were requeued because their tokens were too old.
         num_stopped: prompts that were running when the step had enough groups, and were requeued.
-        num_running: prompts that are still being sampled.
+        num_running: prompts that are still being sampled or scored.
+        num_scoring: prompts of these of which only rewards are missing.
         num_finished: prompts that are finished but left for a later step.
         trainer_wait_seconds: seconds for which the trainer waited for trajectories.
         engine_idle_seconds: seconds for which engines had no request, averaged over the engines.
@@ -32,6 +33,7 @@ class StepTotals:
     num_stale: int = 0
     num_stopped: int = 0
     num_running: int = 0
+    num_scoring: int = 0
     num_finished: int = 0
     trainer_wait_seconds: float = 0.0
     engine_idle_seconds: float = 0.0
@@ -53,12 +55,14 @@ class StepTotals:
             "async/trainer_waited": self.trainer_wait_seconds,
             "async/engines_idle": self.engine_idle_seconds,
             "async/running": float(self.num_running),
+            "async/scoring": float(self.num_scoring),
             "async/finished": float(self.num_finished),
         }
 
 
 class BottleneckMonitor:
-    """Sums the waiting times of trainer and engines over a window of steps, and reports which of them waits for long.
+    """Sums the waiting times of trainer and engines over a window of steps, and reports which of them waits for long,
+    and whether for rewards.
 
     Args:
         max_staleness: ``rollout.max_staleness``.
@@ -76,15 +80,26 @@ class BottleneckMonitor:
         self._num_steps += 1
         self._trainer_wait_seconds += totals.trainer_wait_seconds
         self._engine_idle_seconds += totals.engine_idle_seconds
+        self._num_running += totals.num_running
+        self._num_scoring += totals.num_scoring
         if self._num_steps < WINDOW_STEPS:
             return None
         seconds = max(time.monotonic() - self._started_at, 1e-9)
         trainer, engines = self._trainer_wait_seconds / seconds, self._engine_idle_seconds / seconds
+        are_scored = self._num_scoring > self._num_running / 2
         self._begin()
         side = "trainer" if trainer > max(WAITING_SHARE, engines) else "engines" if engines > WAITING_SHARE else ""
+        if trainer > WAITING_SHARE and are_scored:
+            side = "rewards"
         if side in ("", self._last_reported):
             return None
         self._last_reported = side
+        if side == "rewards":
+            return (
+                f"The trainer has waited for rewards {trainer:.0%} of the last {WINDOW_STEPS} steps: most prompts in "
+                "flight are complete but for these. Make the functions of model.rewards faster, or allow older tokens "
+                f"(rollout.max_staleness, now {self.max_staleness})."
+            )
         if side == "trainer":
             return (
                 f"The trainer has waited for completions {trainer:.0%} of the last {WINDOW_STEPS} steps. Add engines "
@@ -99,4 +114,5 @@ class BottleneckMonitor:
     def _begin(self) -> None:
         self._started_at = time.monotonic()
         self._num_steps = 0
+        self._num_running = self._num_scoring = 0
         self._trainer_wait_seconds = self._engine_idle_seconds = 0.0

@@ -60,6 +60,7 @@ class Group:
         settings: settings with which the group is sampled (:func:`~rlightning.rollout.sampler.sampling_settings`); None
             while it waits.
         saved: unfinished trajectories from a checkpoint, as plain types; None if there are none.
+        unscored: for the next checkpoint, the trajectories of a running group of which only the scores are missing.
     """
 
     prompt: Prompt
@@ -69,13 +70,14 @@ class Group:
     trajectories: list[Trajectory] | None = None
     settings: dict[str, object] | None = None
     saved: list[Any] | None = None
+    unscored: list[Trajectory] | None = None
 
     def requeue(self) -> None:
         """Discard the group's trajectories, so that it waits to be sampled again, from another random stream.
 
         Trajectories of the same stream could take as long again.
         """
-        self.first_weight_version = self.trajectories = self.settings = self.saved = None
+        self.first_weight_version = self.trajectories = self.settings = self.saved = self.unscored = None
         self.stream += SEED_OFFSET_PER_ATTEMPT
 
 
@@ -137,7 +139,7 @@ class InFlight:
 
     def finish(self, group: Group, trajectories: list[Trajectory]) -> None:
         """Move a group of which all trajectories have ended to the finished groups, from which training takes them."""
-        group.trajectories, group.saved = trajectories, None
+        group.trajectories, group.saved, group.unscored = trajectories, None, None
         samples = [sample for one in trajectories for sample in one.samples]
         versions = [min(sample.weight_versions) for sample in samples if sample.weight_versions]
         group.first_weight_version = min(versions, default=None)
@@ -303,7 +305,7 @@ def token_staleness(groups: Sequence[Group], weight_version: int) -> NDArray[np.
 
 
 def _pack(group: Group) -> SavedGroup:
-    trajectories = group.trajectories
+    trajectories = group.trajectories if group.unscored is None else group.unscored
     return {
         "prompt": group.prompt._asdict(),
         "stream": group.stream,

@@ -226,6 +226,8 @@ class Trajectory:
             and for the ``environment``.
         error: why the trajectory did not finish; None if it did.
         traces: traces of several agents, from the environment; None if all turns have the trajectory's reward.
+        reward_results: for reward functions that were called before the trajectory's step, by name: the score, and the
+            error of a call that failed. Moved to ``scores`` when the trajectory is rewarded, and not saved.
     """
 
     prompt: Prompt
@@ -239,6 +241,7 @@ class Trajectory:
     timings: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     traces: list[AgentTrace] | None = None
+    reward_results: dict[str, tuple[float | None, str | None]] = field(default_factory=dict)
 
     @classmethod
     def single_turn(cls, prompt: Prompt, sample: Sample) -> Trajectory:

@@ -1,7 +1,9 @@
 """Training on what engines have sampled ahead: what they do meanwhile, and what steps that refill take of it."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from engine_run import (
 )
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import in_this_process, share_of_ones
+from waiting import wait_for
 
 from rlightning.algorithms import DAPO
 from rlightning.callbacks import VLLMRollout
@@ -177,6 +180,41 @@ def test_weights_changed_after_an_asynchronous_sync_are_sent(engine_model: str, 
     ]
 
 
+class HeldRewards(RLCallback):
+    """Rewards that come only in the first update, but for those of its own step."""
+
+    def __init__(self) -> None:
+        self.num_called = self.num_returned = 0
+        self.num_during_update = -1
+        self.has_update_begun = Event()
+
+    async def reward(self, completion: str) -> float:
+        self.num_called += 1
+        while self.num_called > 2 * PER_STEP and not self.has_update_begun.is_set():
+            await asyncio.sleep(0.01)
+        self.num_returned += 1
+        return completion.count("1") / max(len(completion), 1)
+
+    def on_update_start(self, trainer: Any, module: Any, batch: RolloutBatch) -> None:
+        before = self.num_returned
+        self.has_update_begun.set()
+        if self.num_during_update < 0:
+            wait_for(lambda: self.num_returned > before)
+            self.num_during_update = self.num_returned - before
+
+
+def test_prompts_in_flight_are_rewarded_during_updates(engine_model: str, tmp_path: Path) -> None:
+    held, witness = HeldRewards(), Witness()
+    rollout = make_rollout(placement="standalone", max_staleness=2, max_new_tokens=24)
+    module = make_module(engine_model, rewards=[RewardFunction(held.reward, timeout=500)], check_rewards=False)
+    trainer = make_trainer(tmp_path, 3, rollout, held, witness)
+    trainer.fit(module, make_data(tmp_path))
+    assert held.num_during_update > 0
+    assert all(0 <= step["reward/mean"] <= 1 for step in witness.steps)
+    check_each_once(trainer, consumed(witness.batches), rollout, num_in_flight=2 * PER_STEP)
+    assert held.num_called <= 2 * (3 + 2) * PER_STEP  # each completion once
+
+
 class Asks(RLCallback):
     """Goes on only when a completion has been sampled meanwhile, after those that had been asked for before."""
 
@@ -215,7 +253,9 @@ def test_engines_generate_during_rewards_updates_checkpoints_and_validation(engi
     checkpoint = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, save_top_k=-1)
     often: dict[str, Any] = {"val_check_interval": 1, "check_val_every_n_epoch": None, "enable_checkpointing": True}
     trainer = make_trainer(tmp_path, 2, rollout, asks, checkpoint, **often)
-    module = make_module(engine_model, rewards=[RewardFunction(waits, timeout=500)], validate_first=False)
+    # Rewards are not called again to check them: such calls may last until weights have another version.
+    once: dict[str, Any] = {"check_rewards": False, "validate_first": False}
+    module = make_module(engine_model, rewards=[RewardFunction(waits, timeout=500)], **once)
     trainer.fit(module, make_data(tmp_path, validation={"sums": sums}))
     assert [trained for name, trained, _ in asks.asked if name == "update"] == [0, 1]
     for moment in ("checkpoint", "validation"):

@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
 from collector_cases import CollectorRun, runs_of
+from waiting import wait_for
 
 from rlightning.environments import Environment, Policy
 from rlightning.environments.environment_totals import EnvironmentTotals
@@ -20,6 +21,7 @@ from rlightning.environments.runner import EnvironmentRunner
 from rlightning.errors import EngineError, EnvironmentFailedError
 from rlightning.rollout import Sampling
 from rlightning.rollout.async_metrics import WINDOW_STEPS, BottleneckMonitor
+from rlightning.rollout.in_flight import InFlight
 from rlightning.types import Outcome, Prompt, Sample, Status, Trajectory
 
 
@@ -83,8 +85,10 @@ def test_oldest_trajectory_is_named(caplog: pytest.LogCaptureFixture, monkeypatc
 
 
 class Run(CollectorRun):
-    def __init__(self, answers: Callable[[int], bool] = lambda index: True, max_staleness: int = 1) -> None:
-        super().__init__(ImmediateSampler(answers), max_staleness=max_staleness)
+    def __init__(
+        self, answers: Callable[[int], bool] = lambda index: True, max_staleness: int = 1, **limits: Any
+    ) -> None:
+        super().__init__(ImmediateSampler(answers), max_staleness=max_staleness, **limits)
 
     def take(self, num_groups: int, *indices: int, room: int = 100) -> list[int]:
         """Hand in prompts, and take as many groups; the prompts of the groups."""
@@ -219,6 +223,65 @@ def test_prompts_without_room_wait(make_run: Callable[..., Run]) -> None:
     run = make_run()
     assert run.take(1, 0, 1, 2, room=2) == [0]
     assert [group.prompt.index for group in run.collector.in_flight.waiting] == [2]
+
+
+class HeldScores:
+    """Scores a prompt's trajectories once ``is_free`` returns true for the prompt's index."""
+
+    def __init__(self) -> None:
+        self.is_free: Callable[[int], bool] = lambda index: index == 0
+        self.asked: list[int] = []
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> None:
+        index = trajectories[0].prompt.index
+        self.asked.append(index)
+        while not self.is_free(index):
+            await asyncio.sleep(0.01)
+        for one in trajectories:
+            one.reward_results["score"] = float(index), None
+
+
+def test_groups_are_finished_once_they_are_scored(make_run: Callable[..., Run]) -> None:
+    held = HeldScores()
+    run = make_run(score=held.score)
+    assert run.take(1, 0, 1) == [0]
+    wait_for(lambda: held.asked == [0, 1])
+    flight = run.collector.in_flight
+    assert [group.prompt.index for group in flight.running] == [1]
+    held.is_free = lambda index: index != 1
+    assert run.take(1, 2) == [2]
+    assert (run.collector.totals.num_running, run.collector.totals.num_scoring) == (1, 1)
+    held.is_free = lambda index: True
+    ((one,),) = run.collect(1)
+    assert one.prompt.index == 1 and one.reward_results == {"score": (1.0, None)}
+    run.collector.generate([(Prompt(5, "", [5], {}), 0)], 1, Sampling(), None)
+    assert held.asked == [0, 1, 2]  # others are scored by the ranks that get them
+
+
+def test_checkpoints_keep_trajectories_that_are_being_scored(make_run: Callable[..., Run]) -> None:
+    held = HeldScores()
+    run = make_run(score=held.score)
+    assert run.take(1, 0, 1) == [0]
+    wait_for(lambda: held.asked == [0, 1])
+    run.collector.save_progress()
+    resumed = InFlight(1)
+    resumed.load_state_dict(run.collector.in_flight.state_dict())
+    assert (len(resumed), resumed.num_finished) == (1, 1)
+
+
+def test_interrupted_step_keeps_trajectories_being_scored(make_run: Callable[..., Run]) -> None:
+    held = HeldScores()
+    run = make_run(score=held.score)
+    assert run.take(1, 0, 1) == [0]
+    wait_for(lambda: held.asked == [0, 1])
+    run.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run.take(1)
+    flight = run.collector.in_flight
+    assert (flight.num_finished, flight.running) == (1, [])
+    run.error = None
+    ((one,),) = run.collect(1)
+    assert one.prompt.index == 1 and one.reward_results == {}
 
 
 def test_generate_keeps_order_and_leaves_flight_alone(make_run: Callable[..., Run]) -> None:

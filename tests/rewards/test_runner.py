@@ -20,7 +20,7 @@ from waiting import is_running, still_running, wait_for
 
 from rlightning.errors import ConfigError, RewardError
 from rlightning.processes import liveness
-from rlightning.rewards import RewardFunction, RewardRunner
+from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
 from rlightning.rpc import background_loop
 
 
@@ -414,3 +414,61 @@ def test_closing_ends_what_was_begun(make_runner: MakeRunner, tmp_path: Path) ->
     pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
     assert still_running(pids, 300) == []
     assert not any(thread.name == "reward workers" for thread in threading.enumerate())
+
+
+# Groups that are scored before the step that takes them
+
+
+@pytest.mark.processes
+def test_scored_groups_are_not_asked_again(make_runner: MakeRunner, tmp_path: Path) -> None:
+    called_here: list[str] = []
+
+    def closure(completion: str) -> float:
+        called_here.append(completion)
+        return 1.0
+
+    runner = make_runner("sample_rewards.note", sample_rewards.note_async, closure)
+    trajectories = make_trajectories(["a", "bb", "ccc", "dddd"], folder=[str(tmp_path)] * 4)
+    asyncio.run(runner.score_group(trajectories[2:]))
+    assert noted(tmp_path) == ["async-ccc", "async-dddd", "ccc", "dddd"] and called_here == []
+    arrived = pickle.loads(pickle.dumps(trajectories))  # on the rank that trains on them
+    runner.begin(arrived)
+    scores = runner.score(arrived)
+    assert values(scores.components["note"]) == [1.0, 2.0, 3.0, 4.0]
+    assert values(scores.components["note_async"]) == [7.0, 8.0, 9.0, 10.0]
+    assert sorted(called_here) == ["a", "bb", "ccc", "dddd"]
+    assert noted(tmp_path) == sorted([*called_here, *(f"async-{text}" for text in called_here)])
+    assert not any(one.reward_results for one in arrived)
+
+
+@pytest.mark.processes
+def test_failures_of_scored_groups_are_counted_at_once(make_runner: MakeRunner) -> None:
+    runner = make_runner("sample_rewards.misbehave", max_failed_share=0.25)
+    trajectories = make_trajectories(["raise", "ok", "raise", "raise"])
+    with runner.counting(FailureCount(8, 0.25, " of the step")):
+        asyncio.run(runner.score_group(trajectories[:3]))
+        with pytest.raises(RewardError, match=r"^at least 3 of 8 samples of the step have no reward"):
+            asyncio.run(runner.score_group(trajectories[3:]))
+        scores = runner.score(trajectories[:2])  # counted by themselves
+    assert scores.failed == 1 and values(scores.rewards) == [None, 1.0]
+
+
+@pytest.mark.processes
+def test_calls_of_a_closed_pool_are_repeated(make_runner: MakeRunner, tmp_path: Path) -> None:
+    runner = make_runner(RewardFunction("sample_rewards.note_and_sleep", timeout=60.0))
+    (slow,) = make_trajectories([""], folder=[str(tmp_path)])
+    scoring = background_loop().submit(runner.score_group([slow]))
+    wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    runner.close()
+    scoring.result(60)
+    assert slow.reward_results == {}
+
+
+def test_ranks_scored_at_one_place_get_its_cores(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlightning.rewards.runner.num_cores", lambda: 12)
+    for num_workers, num_ranks, expected in ((2, 1, 2), (2, 4, 8), (2, 8, 12), (16, 4, 16)):
+        runner = make_runner("sample_rewards.length", num_workers=num_workers)
+        runner.num_ranks = num_ranks
+        workers = runner._pool._workers
+        assert workers[False].num_workers == expected
+        assert (workers[True].num_workers, workers[True].max_calls) == (1, 64 * num_ranks)

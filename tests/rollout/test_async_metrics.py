@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def window(monitored: BottleneckMonitor, clock: list[float], trainer_waited: float, engines_idle: float) -> list[str]:
+def window(
+    monitored: BottleneckMonitor,
+    clock: list[float],
+    trainer_waited: float,
+    engines_idle: float,
+    **counts: Any,
+) -> list[str]:
     """Return the report on a window of steps that take 2 s each."""
     said = []
     for _ in range(WINDOW_STEPS):
         clock[0] += 2.0
-        totals = StepTotals(trainer_wait_seconds=trainer_waited, engine_idle_seconds=engines_idle)
+        totals = StepTotals(trainer_wait_seconds=trainer_waited, engine_idle_seconds=engines_idle, **counts)
         said.append(monitored.add(totals))
     assert not any(said[:-1])
     return [sentence for sentence in said if sentence]
@@ -46,6 +53,15 @@ def test_a_trainer_that_waits_is_told_about_once(clock: list[float]) -> None:
 
 def test_a_run_in_balance_is_left_in_peace(clock: list[float]) -> None:
     assert window(monitor(1), clock, 0.5, 0.5) == []
+
+
+def test_rewards_that_hold_up_the_trainer_are_named(clock: list[float]) -> None:
+    told = monitor(3)
+    (sentence,) = window(told, clock, 1.0, 1.5, num_running=4, num_scoring=3)
+    assert sentence.startswith("The trainer has waited for rewards 50% of the last 20 steps:")
+    assert "model.rewards" in sentence and "rollout.max_staleness, now 1" in sentence
+    (sentence,) = window(told, clock, 1.0, 0.2, num_running=4, num_scoring=2)
+    assert sentence.startswith("The trainer has waited for completions 50%")
 
 
 def test_bottleneck_advice_names_the_engines_key(clock: list[float]) -> None:
