@@ -204,6 +204,8 @@ def _fork_orphan() -> int:
 def become(request: Request, files: list[int]) -> Program:
     """Make this fork the process of the request, with a fork server of its own."""
     while request.parent and os.getppid() != request.parent:
+        if not Path(f"/proc/{request.parent}").exists():
+            os._exit(0)  # it was killed, and has no use for its child
         time.sleep(0.001)  # the fork between ends just now
     if request.starts_session:
         os.setsid()

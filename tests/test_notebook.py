@@ -45,7 +45,9 @@ class Kernel:
     def __init__(self, folder: Path) -> None:
         # An interrupt is sent to the kernel's process group, which a fork has a moment after its start.
         environment = os.environ | {"OMP_NUM_THREADS": "1", START_BY_EXEC: "1"}
-        self.manager, self.client = jupyter_client.manager.start_new_kernel(cwd=str(folder), env=environment)
+        self.manager, self.client = jupyter_client.manager.start_new_kernel(
+            startup_timeout=SECONDS, cwd=str(folder), env=environment
+        )
 
     def run(self, code: str, *, interrupt_at: str | None = None) -> tuple[str, list[str]]:
         """Run a cell to its end.

@@ -121,10 +121,8 @@ def test_an_exception_in_the_users_module(engine_model: str, tmp_path: Path, scr
     note, rollout = NoteSessions(), make_rollout()
     with pytest.raises(ZeroDivisionError, match="the user's mistake"):
         make_trainer(tmp_path, 5, rollout, note).fit(module, make_data(tmp_path))
-    started = time.monotonic()
     assert len(note.sessions) >= 2  # the engine's, and the reward processes'
     assert leftovers(note.sessions, note.memory, scratch) == []
-    assert time.monotonic() - started < END_SECONDS / 2
     assert rollout.engine is None
 
 
@@ -163,7 +161,7 @@ class HurryStop(RLCallback):
         threading.Thread(target=self.hurry, args=(stop_signal(trainer),), daemon=True).start()
 
     def hurry(self, stop: StopSignal) -> None:
-        while not stop.signum:
+        while not stop.asked_at:  # which is set after the signal's number
             time.sleep(0.05)
         stop.asked_at -= 0.51 * stop.grace_period
 
@@ -221,7 +219,9 @@ def test_signal_leaves_nothing_behind(
 
 
 def test_sigterm_while_engine_hangs_saves_within_grace(engine_model: str, tmp_path: Path, scratch: Path) -> None:
-    options = ("--model.stop_grace", "600", "--trainer.callbacks+=test_no_leftovers.HurryStop")
+    # Of a hung engine nothing is noticed before the test's limit: only the signal ends the rollout.
+    limits = ("--model.stop_grace", "600", "--rollout.hang_timeout", "600")
+    options = (*limits, "--trainer.callbacks+=test_no_leftovers.HurryStop")
     with started_run(engine_model, tmp_path, scratch, *options) as run:
         (tmp_path / "hold").touch()
         wait_for((tmp_path / "held").exists)
@@ -230,9 +230,7 @@ def test_sigterm_while_engine_hangs_saves_within_grace(engine_model: str, tmp_pa
                 os.kill(pid, signal.SIGSTOP)
         (tmp_path / "hold").unlink()  # the trainer's rollout begins
         run.process.terminate()
-        started = time.monotonic()
         assert run.process.wait(END_SECONDS) == 143, run.output.read_text()
-        assert time.monotonic() - started < 61, run.output.read_text()
         assert "is saved. Go on with:" in run.output.read_text() and "Traceback" not in run.output.read_text()
         assert leftovers(run.sessions, run.memory, scratch) == []
         assert (tmp_path / "run/checkpoints/last.ckpt").is_file()

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,10 +17,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from programs import read_csv, run_python, steps_with
 from rank_processes import finish, start_calls
 from tiny import copy_weights, write_sums
+from waiting import PATIENCE_SECONDS
 
 from rlightning.callbacks import TransformersRollout
 from rlightning.data import ValidationSet
 from rlightning.environments import AgentProgram, Environment, Policy
+from rlightning.environments.collector import Collector
 from rlightning.errors import EngineError, EnvironmentFailedError
 from rlightning.parallel.fsdp import FSDP
 from rlightning.rollout.sampler import MAX_SUPPORT
@@ -36,7 +39,29 @@ def saves(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder / "checkpoints", save_top_k=-1, every_n_train_steps=10)
 
 
+@pytest.fixture
+def begins_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the prompts of a step reach the sampler at once.
+
+    Otherwise the threads' turns decide which of them are in its first batch, and products of other shapes add in other
+    orders.
+    """
+    start_groups = Collector._start_groups
+
+    def start_held(collector: Collector, *arguments: Any) -> None:
+        assert collector._runner is not None
+        is_over = threading.Event()
+        collector._runner.loop.loop.call_soon_threadsafe(is_over.wait, PATIENCE_SECONDS)
+        try:
+            start_groups(collector, *arguments)
+        finally:
+            is_over.set()
+
+    monkeypatch.setattr(Collector, "_start_groups", start_held)
+
+
 @pytest.mark.processes
+@pytest.mark.usefixtures("begins_together")
 def test_run_learns_and_resumes_bit_equal(engine_model: str, tmp_path: Path) -> None:
     path = write_sums(tmp_path)
     sets = {
@@ -190,7 +215,8 @@ def test_two_sharded_ranks_sample_as_one(engine_model: str, tmp_path: Path) -> N
     for index, tokens, logprobs in first + second:
         expected, expected_logprobs = by_prompt[index].pop(0)
         assert tokens == expected
-        assert logprobs == pytest.approx(expected_logprobs, abs=1e-6)
+        # Products of other shapes add in other orders: a few units in the last place of float32, by the CPU's kernels.
+        assert logprobs == pytest.approx(expected_logprobs, abs=5e-6)
 
 
 CONFIG = """\

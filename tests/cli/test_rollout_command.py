@@ -240,8 +240,10 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, starts_processes: None
     """vLLM's own server of the model."""
     pytest.importorskip("vllm")
     model = save_byte_model(tmp_path_factory.mktemp("served"), max_position_embeddings=256)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    place = socket.socket()  # keeps the port from others: the server alone binds it again, and listens
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    place.bind(("127.0.0.1", 0))
+    port = place.getsockname()[1]
     arguments = ["--model", model, "--port", str(port), "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32"]
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     scratch = tempfile.mkdtemp(dir="/tmp")  # of a short name: vLLM's sockets are in it, and stay
@@ -266,6 +268,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, starts_processes: None
     finally:
         process.terminate()
         process.wait()
+        place.close()
         shutil.rmtree(scratch)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 from cli_project import environment, make_project
-from waiting import still_running, wait_for
+from waiting import PATIENCE_SECONDS, still_running, wait_for
 
 from rlightning.controller import RayController
 from rlightning.controller.cluster import join_cluster
@@ -179,7 +179,7 @@ def test_killed_controller_of_four_workers_leaves_no_process(accelerator: str, t
     process.kill()
     process.communicate(timeout=300)
     assert len(started) >= 8
-    assert still_running(started) == []
+    assert still_running(started, PATIENCE_SECONDS) == []
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ def test_a_worker_that_is_killed_ends_the_step(name: str, outcomes: dict[str, An
     outcome = outcomes[name]
     assert outcome["error"] == "WorkerDiedError" and outcome["exceptions"] == ["WorkerDiedError"]
     assert "worker 1 of 2 died" in outcome["text"]
-    assert outcome["seconds"] < 60
+    assert outcome["seconds"] < 400
 
 
 def test_worker_that_is_stopped_ends_the_run(outcomes: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
+from waiting import PATIENCE_SECONDS
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.endpoint import Endpoint, Session
@@ -124,7 +125,7 @@ def run(policy: RecordedPolicy, use: Callable[[openai.AsyncOpenAI], Any], **argu
         async with serve(policy, **arguments) as (session, url), connect(session, url) as client:
             await use(client)
 
-    asyncio.run(asyncio.wait_for(talk(), 60))
+    asyncio.run(asyncio.wait_for(talk(), PATIENCE_SECONDS))
     return finish(policy)
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from agent_cases import ScriptedSampler
 from chat_templates import make_tokenizer
 from stub_policy import StubPolicy
-from waiting import put_clock_forward
+from waiting import PATIENCE_SECONDS, put_clock_forward
 
 from rlightning.environments import Environment, LimitReachedError, Message, Reply
 from rlightning.environments.chat_format import ChatFormat
@@ -90,7 +90,7 @@ def make_group(
     sampling: Sampling = SAMPLING,
     chat_format: ChatFormat | None = None,
     max_length: int = 512,
-    timeout: float | None = 60.0,
+    timeout: float | None = PATIENCE_SECONDS,
     **limits: Any,
 ) -> RecordedGroup:
     """The trajectories of a prompt."""

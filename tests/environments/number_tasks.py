@@ -3,17 +3,29 @@
 # mypy: disable-error-code="misc, untyped-decorator, arg-type"
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
+from waiting import put_clock_forward
 
 __all__ = ["LoopHarness", "NumberTaskset"]
 
 
 class NumberData(vf.TaskData):
+    """A task.
+
+    Attributes:
+        what: the harness does after its first turn.
+        file: that it writes after that turn, if it then takes longer than there is.
+        seconds: that go by at once on the server's clock after that.
+    """
+
     answer: str
     what: str = ""
+    file: str = ""
+    seconds: float = 0.0
 
 
 class NumberTask(vf.Task[NumberData]):
@@ -50,6 +62,9 @@ class LoopHarness(vf.Harness[LoopConfig]):
             said = await ask(first)
             what = getattr(data, "what", "")
             if what == "slow":
+                if data.file:
+                    Path(data.file).touch()
+                put_clock_forward(asyncio.get_running_loop(), data.seconds)
                 await asyncio.sleep(600)
             if what == "again":
                 await ask([*said, {"role": "user", "content": "Again."}])

@@ -11,6 +11,7 @@ import pytest
 from attempts import answers, attempt, say, write_call
 from chat_templates import make_tokenizer
 from pages import find_snippets, load_module, read_environment, read_section
+from waiting import PATIENCE_SECONDS
 
 from rlightning.environments import AgentProgram, Environment, StepEnvironment, Tools
 from rlightning.environments.chat_format import ChatFormat
@@ -52,7 +53,8 @@ def test_each_way_runs_as_the_page_has_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.processes
 def test_tools_of_the_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    load_module("my_tools", find_snippets(TOOLS)[0], monkeypatch)
+    tools = load_module("my_tools", find_snippets(TOOLS)[0], monkeypatch)
+    monkeypatch.setitem(tools.sandbox._limits, "wall_seconds", PATIENCE_SECONDS)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "manual.txt").write_text("one two\ntwo three\n")
     environment = Tools(**read_environment(TOOLS)["init_args"])

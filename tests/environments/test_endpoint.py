@@ -121,7 +121,7 @@ def test_images_are_refused_by_all_routes(path: str, body: dict[str, Any], kind:
     policy, sampler, _ = make("One.")
 
     async def talk() -> None:
-        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url) as client:
+        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             client.headers["Authorization"] = f"Bearer {session.key}"
             answer = await client.post(path, json={"model": "any", **body})
             message = answer.json()["error"]["message"]
@@ -165,7 +165,10 @@ def test_keys_sizes_and_paths_are_checked() -> None:
     policy, sampler, _ = make("One.")
 
     async def talk() -> None:
-        async with serve(policy, max_request_bytes=2000) as (session, url), httpx.AsyncClient(base_url=url) as client:
+        async with (
+            serve(policy, max_request_bytes=2000) as (session, url),
+            httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client,
+        ):
             assert url.startswith("http://127.0.0.1:")
             body = {"model": "any", "messages": [USER]}
             for key in ("-", "wrong", f"sk-{session.id}-wrong", session.key[:-1]):
@@ -182,7 +185,7 @@ def test_keys_sizes_and_paths_are_checked() -> None:
             assert (await client.post("/v1/chat/completions", json=long)).status_code == 413
             assert (await client.post("/v1/chat/completions", content="{")).status_code == 400
             assert (await client.post("/v1/nothing", json=body)).json()["error"]["type"] == "not_found_error"
-        async with serve(policy) as (other, url), httpx.AsyncClient(base_url=url) as client:
+        async with serve(policy) as (other, url), httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             headers = {"Authorization": f"Bearer {session.key}"}  # its session is over
             assert (await client.post("/v1/chat/completions", json=body, headers=headers)).status_code == 401
             assert other.key != session.key
@@ -262,11 +265,14 @@ def test_request_beyond_max_connections_fails_its_session(
 
     async def talk() -> None:
         endpoint = Endpoint(max_connections=1)
-        async with endpoint.open(first) as session, httpx.AsyncClient(base_url=endpoint.url) as client:
+        async with (
+            endpoint.open(first) as session,
+            httpx.AsyncClient(base_url=endpoint.url, timeout=PATIENCE_SECONDS) as client,
+        ):
 
             async def post(key: str) -> httpx.Response:
                 headers = {"Authorization": f"Bearer {key}"}
-                return await client.post(path, json={"model": "any", **body}, headers=headers, timeout=60)
+                return await client.post(path, json={"model": "any", **body}, headers=headers)
 
             waiting = asyncio.ensure_future(post(session.key))
             while not sampler.histories:

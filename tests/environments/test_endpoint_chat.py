@@ -215,7 +215,7 @@ def test_session_goes_on_after_a_malformed_message(message: dict[str, Any]) -> N
 
     async def use(client: openai.AsyncOpenAI) -> None:
         headers = {"Authorization": f"Bearer {client.api_key}"}
-        async with httpx.AsyncClient(base_url=str(client.base_url), headers=headers) as http:
+        async with httpx.AsyncClient(base_url=str(client.base_url), headers=headers, timeout=None) as http:
             answer = await http.post("chat/completions", content=json.dumps({"messages": [message, USER]}))
         assert answer.status_code == 400 and "messages" in answer.json()["error"]["message"]
         await ask(client, [USER])

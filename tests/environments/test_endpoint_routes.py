@@ -9,6 +9,7 @@ import pytest
 from agent_cases import finish, run, serve, texts, trained
 from chat_templates import ADD
 from endpoint_cases import CALL, END, USER, make
+from waiting import PATIENCE_SECONDS
 
 from rlightning.environments.endpoint import parameters
 from rlightning.environments.policy import RecordedPolicy
@@ -25,7 +26,7 @@ def test_tokens_go_in_and_out_as_they_are() -> None:
     policy, sampler, tokenizer = make("One.", "Two.", "Three.")
 
     async def talk() -> None:
-        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url) as client:
+        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             client.headers["Authorization"] = f"Bearer {session.key}"
             parameters = {"max_tokens": 9, "stop_token_ids": [7], "logprobs": 1, "skip_special_tokens": False}
             history = [5, 6, 7]
@@ -131,7 +132,7 @@ def post(policy: RecordedPolicy, route: str, body: dict[str, Any]) -> httpx.Resp
     """The response to a request."""
 
     async def talk() -> httpx.Response:
-        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url) as client:
+        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             client.headers["Authorization"] = f"Bearer {session.key}"
             return await client.post(f"/v1/{route}", json=body)
 
@@ -151,7 +152,7 @@ def test_messages_refuse_what_they_cannot_honour(change: Any, param: str) -> Non
     policy, sampler, _ = make("One.")
 
     async def talk() -> None:
-        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url) as client:
+        async with serve(policy) as (session, url), httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS) as client:
             client.headers["x-api-key"] = session.key
             answer = await client.post("/v1/messages", json={"max_tokens": 9, "messages": [USER], **change})
             assert answer.status_code == 400 and param in answer.json()["error"]["message"]

@@ -13,6 +13,7 @@ from agent_cases import StreamingSampler, connect, finish, run, serve, trained
 from chat_templates import ADD
 from endpoint_cases import CALL, END, USER, ask
 from endpoint_cases import make as make_scripted
+from waiting import PATIENCE_SECONDS
 
 from rlightning.errors import EngineError
 
@@ -105,7 +106,7 @@ def test_text_comes_while_it_is_sampled(read: Read) -> None:
                 if CONTENT in "".join(got.get("content", ())):
                     sampler.released.set()  # the text was there before the sampler was done
 
-    asyncio.run(asyncio.wait_for(talk(), 60))
+    asyncio.run(asyncio.wait_for(talk(), PATIENCE_SECONDS))
     joined = {kind: "".join(texts) for kind, texts in got.items()}
     if read is read_texts:
         assert joined["content"] == SAID
@@ -180,7 +181,7 @@ def test_client_that_leaves_a_stream_ends_its_request(read: Read) -> None:
             async with connect(session, url) as client:
                 await ask(client, [USER])
 
-    asyncio.run(asyncio.wait_for(talk(), 60))
+    asyncio.run(asyncio.wait_for(talk(), PATIENCE_SECONDS))
     assert trained(finish(policy), tokenizer) == [f"One.{END}"]
 
 
@@ -203,7 +204,7 @@ def test_failure_amid_a_stream_ends_request_and_session(read: Read, package: str
                         sampler.released.set()
 
     with pytest.raises(EngineError, match=r"^The engine is gone\.$"):
-        asyncio.run(asyncio.wait_for(talk(), 60))
+        asyncio.run(asyncio.wait_for(talk(), PATIENCE_SECONDS))
     assert not policy.recorder.turns
 
 
@@ -219,7 +220,7 @@ def test_a_session_that_ends_ends_its_streams() -> None:
                 pass
         assert sampler.cancelled == 1
 
-    asyncio.run(asyncio.wait_for(talk(), 60))
+    asyncio.run(asyncio.wait_for(talk(), PATIENCE_SECONDS))
 
 
 async def read_content(parts: Parts) -> None:

@@ -7,6 +7,7 @@ import pytest
 from agent_cases import finish, serve, texts, trained
 from attempts import attempt, say
 from endpoint_cases import CALL, END, make
+from waiting import PATIENCE_SECONDS
 
 from rlightning.environments import AgentProgram
 from rlightning.types import Prompt
@@ -40,7 +41,7 @@ def test_agent_with_a_tool_is_one_branch(use_responses_api: bool, streaming: boo
             last = await agent.ainvoke({"messages": [*first["messages"], {"role": "user", "content": "Sure?"}]})
             return list(last["messages"])
 
-    messages = asyncio.run(asyncio.wait_for(talk(), 60))
+    messages = asyncio.run(asyncio.wait_for(talk(), PATIENCE_SECONDS))
     assert [message.text for message in messages] == ["1+2?", "Let me.", "3", "3", "It is 3.", "Sure?", "Yes."]
     assert messages[4].usage_metadata["output_tokens"] == len(tokenizer("It is 3." + END).input_ids)
     trajectory = finish(policy)

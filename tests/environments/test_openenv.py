@@ -5,13 +5,13 @@ import json
 import socket
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from attempts import PROMPT, CannedPolicy, CannedSampler, make_group, play, run_group
 from pages import read_environment, read_section
+from waiting import PATIENCE_SECONDS, wait_for
 
 from rlightning.environments.chat_format import ChatFormat
 from rlightning.environments.openenv import OpenEnv
@@ -69,7 +69,7 @@ class Server:
                 while self.num_open:
                     await asyncio.sleep(0.01)
 
-        asyncio.run(asyncio.wait_for(serve_and_work(), 60))
+        asyncio.run(asyncio.wait_for(serve_and_work(), PATIENCE_SECONDS))
 
 
 def test_trajectory_is_a_session_of_the_server() -> None:
@@ -182,14 +182,13 @@ def test_server_of_the_package_is_played() -> None:
         def state(self) -> State:
             return State()
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    config = uvicorn.Config(create_fastapi_app(Counter, Say, Heard), port=port, log_level="error")
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    config = uvicorn.Config(create_fastapi_app(Counter, Say, Heard), log_level="error")
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    wait_for(lambda: server.started)
     policy = CannedPolicy()
     environment = OpenEnv(f"http://127.0.0.1:{port}", "text", observation="said")
     asyncio.run(environment.check())
@@ -197,4 +196,4 @@ def test_server_of_the_package_is_played() -> None:
     assert (outcome.status, outcome.reward) == ("finished", 1.5)
     assert policy.heard[0][0]["content"] == f"seed {PROMPT.index}"
     server.should_exit = True
-    thread.join(10)
+    thread.join(PATIENCE_SECONDS)

@@ -163,7 +163,7 @@ def test_network_is_unreachable_where_described() -> None:
     sandbox = PythonSandbox(wall_seconds=LONG)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 1); print('connected')"
+        code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 60); print('connected')"
         result = asyncio.run(sandbox.run(code))
     assert (result.stdout == "") == ("no network" in sandbox.describe()), result
 
@@ -266,7 +266,7 @@ def test_what_cannot_run_is_refused() -> None:
 
 def test_example_observes_output_and_answers() -> None:
     policy = CannedPolicy("Compute:\n```python\nprint(6 * 7)\n```", "```python\n1 / 0\n```", "It is 42")
-    runner: CodeRunner = PythonSandbox()
+    runner: CodeRunner = PythonSandbox(wall_seconds=LONG)
     outcome = asyncio.run(PythonTool(runner=runner).run(Prompt(0, "6 * 7?", [1], {"answer": 42}), policy))
     observations = [message["content"] for heard in policy.heard for message in heard]
     assert observations[0] == "42\n" and observations[1].endswith("ZeroDivisionError: division by zero\n")

@@ -261,7 +261,10 @@ def attempt_late(environment: StepEnvironment, is_due: Callable[[], bool], end: 
 
 
 @pytest.mark.parametrize(("game", "num_turns"), [(Game, 1), (AsyncGame, 0)])
-def test_late_game_is_closed_after_its_step(game: type[Game], num_turns: int, tmp_path: Path) -> None:
+def test_late_game_is_closed_after_its_step(
+    game: type[Game], num_turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlightning.intervals.CANCEL_GRACE", PATIENCE_SECONDS)
     environment = StepEnvironment(game, {"deed": "hang", "folder": str(tmp_path)})
     one = attempt_late(environment, (tmp_path / "hangs").exists, (tmp_path / "may end").touch)
     assert one.status == "timeout"
@@ -297,7 +300,9 @@ async def cancel_amid(running: "asyncio.Future[Outcome]", folder: Path) -> None:
 
 
 @pytest.mark.parametrize("is_made_slowly", [False, True])
-def test_cancelled_game_is_closed(tmp_path: Path, is_made_slowly: bool) -> None:
+def test_cancelled_game_is_closed(tmp_path: Path, is_made_slowly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlightning.intervals.CANCEL_GRACE", PATIENCE_SECONDS)
+
     def make() -> Game:
         if is_made_slowly:
             step_cases.hang_in(str(tmp_path))

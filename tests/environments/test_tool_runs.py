@@ -47,13 +47,15 @@ def learn(folder: str) -> None:
     tokens = torch.tensor([[token for part, _ in parts for token in part]])
     learned = torch.tensor([[is_own for part, is_own in parts for _ in part]], dtype=torch.bool)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-2)
-    for _ in range(100):
+    for _ in range(1000):  # some 120 are needed: the CPU's rounding decides how many, and where the loss jumps up again
         logits = actor(input_ids=tokens, use_cache=False).logits[0, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits[learned[0, 1:]], tokens[0, 1:][learned[0, 1:]])
+        if loss < 2e-3:
+            break
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss < 5e-3, float(loss)
+    assert loss < 2e-3, float(loss)
     with torch.no_grad():  # twice the logits: as sure at temperature 1 as it was at a half, where it makes no mistakes
         actor.model.norm.weight.mul_(2)
     actor.save_pretrained(folder)

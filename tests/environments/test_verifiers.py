@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import pytest
 import tiny
 import yaml
 from agent_cases import ScriptedSampler
-from attempts import make_group, run_group, say
+from attempts import LATE, make_group, run_group, say
 from chat_templates import make_tokenizer
 from engine_run import Witness, make_module, make_trainer
 from verifiers_cases import attempt_task, make_interpreter, write_words
-from waiting import still_running
+from waiting import PATIENCE_SECONDS, put_clock_forward, still_running
 
 from rlightning.callbacks import TransformersRollout, VLLMRollout
 from rlightning.data import PromptDataModule
@@ -49,6 +48,7 @@ class Attempts:
 
     def environment(self, given: dict[str, Any] | None = None) -> Verifiers:
         arguments: dict[str, Any] = {"taskset": "number_tasks", "python": self.python, "renderer": "qwen3"}
+        arguments["hang_timeout"] = PATIENCE_SECONDS
         return self.made.setdefault(str(given), Verifiers(**arguments | (given or {})))
 
     def __call__(
@@ -187,26 +187,37 @@ def test_an_episode_that_broke_has_no_reward(make: Attempts, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("own", "settings", "data", "reason"),
+    [
+        (None, {"timeout": LATE}, {}, "It took more than 1000 s."),
+        (LATE, {"timeout": 2 * LATE}, {}, "The episode took more than 1000 s."),
+        (None, {}, {"seconds": LATE, "timeout": {"agent": LATE}}, "A deadline of verifiers' has passed."),
+    ],
+)
 def test_an_episode_that_timed_out_has_no_reward(
-    make: Attempts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Attempts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: float | None,
+    settings: dict[str, Any],
+    data: dict[str, Any],
+    reason: str,
 ) -> None:
-    """By the run's deadline, the environment's and verifiers' own; each has 10 s to say its turn, at the same time."""
-    make("7", folder=tmp_path)  # the server is there
-    monkeypatch.setattr(make.environment(), "timeout", 12.0)
-    task = {"prompt": "Say 7.", "answer": "7", "what": "slow"}
-    cases: dict[str, dict[str, Any]] = {
-        "It took more than 10 s.": {"task": task, "timeout": 10.0},
-        "The episode took more than 12 s.": {"task": task},
-        "A deadline of verifiers' has passed.": {"task": task | {"timeout": {"agent": 10.0}}},
-    }
-    with ThreadPoolExecutor(len(cases)) as pool:
-        found = [
-            pool.submit(make, "7", folder=tmp_path / str(number), **case) for number, case in enumerate(cases.values())
-        ]
-    for reason, future in zip(cases, found, strict=True):
-        (one,) = future.result()
-        assert (one.status, one.reward, said(one)) == ("timeout", None, ["7"])
-        assert reason in str(one.error)
+    """By the run's deadline, the environment's and verifiers' own, each of which passes after a turn."""
+    has_said = tmp_path / "has said"
+
+    async def let_time_go_by(environment: Verifiers, sampler: ScriptedSampler) -> None:
+        while not has_said.exists():
+            await asyncio.sleep(0.02)
+        if "seconds" not in data:  # else on the server's clock
+            put_clock_forward(asyncio.get_running_loop(), LATE)
+
+    monkeypatch.setattr(make.environment(), "timeout", own)
+    task = {"prompt": "Say 7.", "answer": "7", "what": "slow", "file": str(has_said), **data}
+    (one,) = make("7", folder=tmp_path, task=task, during=let_time_go_by, **settings)
+    assert (one.status, one.reward, said(one)) == ("timeout", None, ["7"])
+    assert reason in str(one.error)
 
 
 @pytest.mark.slow
@@ -245,7 +256,7 @@ def test_a_server_that_ends_or_hangs_is_replaced(make: Attempts, tmp_path: Path)
     assert (one.status, one.reward) == ("failed", None) and "did not respond for 1 s" in str(one.error)
     servers = make.environment()._servers
     assert servers is not None
-    servers.servers[0].hang_timeout = 600.0
+    servers.servers[0].hang_timeout = PATIENCE_SECONDS
     (one,) = make("7", folder=tmp_path, task=4, during=strike(signal.SIGKILL))
     assert (one.status, one.reward) == ("failed", None) and "ended (SIGKILL)" in str(one.error)
     assert len(set(pids)) == 2 and still_running(pids) == []
@@ -281,7 +292,7 @@ def test_a_run_trains_what_it_sampled(python: str, tmp_path: Path, engine: str) 
     tokenizer = make_tokenizer("qwen3")
     tokenizer.save_pretrained(tmp_path)
     model = tiny.save_weights(tmp_path, len(tokenizer), 0, max_position_embeddings=512)
-    environment = Verifiers("number_tasks", python=python, renderer="qwen3")
+    environment = Verifiers("number_tasks", python=python, renderer="qwen3", hang_timeout=PATIENCE_SECONDS)
     witness = Witness()
     rows = [{"prompt": "", "task": number} for number in (1, 2)] * 4
     data = PromptDataModule(rows, max_prompt_tokens=64)
@@ -312,7 +323,7 @@ async def main():
 asyncio.run(main())
 """
     (tmp_path / "trainer.py").write_text(code)
-    folders = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    folders = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(tmp_path / "trainer.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=folders) as trainer:
         assert trainer.stdout is not None

@@ -13,6 +13,7 @@ import filelock
 import pytest
 from agent_cases import ScriptedSampler
 from attempts import make_group, run_group, say
+from waiting import PATIENCE_SECONDS
 
 from rlightning.environments.verifiers import Verifiers
 from rlightning.rollout import Sampling
@@ -83,7 +84,8 @@ def attempt_task(
     sampler.tokenizer.save_pretrained(folder)
     sampler.tokenizer.name_or_path = str(folder)
     prompt = Prompt(0, "", [1], {"task": task})
-    limits: dict[str, Any] = {"sampling": Sampling(max_new_tokens=200, seed=3), "max_length": 16384, "timeout": 120.0}
+    sampling = Sampling(max_new_tokens=200, seed=3)
+    limits: dict[str, Any] = {"sampling": sampling, "max_length": 16384, "timeout": PATIENCE_SECONDS}
     group = make_group(sampler, prompt, number, **limits | settings)
 
     async def run() -> list[Trajectory]:
@@ -94,4 +96,4 @@ def attempt_task(
             await other
         return trajectories
 
-    return loop.run(run(), timeout=300)
+    return loop.run(run(), timeout=500)

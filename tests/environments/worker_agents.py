@@ -33,7 +33,7 @@ async def do(client: openai.AsyncOpenAI, base_url: str, api_key: str, prompt: Pr
     if deed == "raise":
         raise KeyError("no such thing")
     if deed == "grow":
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=None) as http:
             messages = [{"role": "user", "content": "more" * 400}]
             answer = await http.post(
                 f"{base_url}/chat/completions",

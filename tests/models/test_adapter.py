@@ -54,10 +54,10 @@ def logprobs(policy: Any) -> torch.Tensor:
 
 def save_peft(model: str, folder: Path, **kwargs: Any) -> Any:
     """A folder as PEFT writes it, of an adapter that changes something; the model with it."""
+    torch.manual_seed(1)
     wrapped = get_peft_model(
         AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM", **{"r": 4} | kwargs)
     )
-    torch.manual_seed(1)
     for name, parameter in wrapped.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import finish, start_calls
-from test_shared_prefixes import LongPrompts, check_close
+from test_shared_prefixes import InFloat64, LongPrompts, check_close
 from tiny import (
     ActorSampler,
     UseSampler,
@@ -149,7 +149,7 @@ def test_shared_share_counts_tokens_that_are_not_computed(
     assert trainer.callback_metrics["attention/shared_share"].item() == 4 * 2 * 30 / (16 * 40)
 
 
-class Recorded(GRPO):
+class Recorded(InFloat64):
     """Keeps each update's decision."""
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:

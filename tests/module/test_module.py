@@ -46,11 +46,12 @@ def test_the_cut_into_microbatches_changes_nothing(aggregation: Any, model_folde
         module.configure_model()
         start = copy_weights(module)
         counter = Counter(module)
-        results.append(train(module, tmp_path, 3, counter))
+        # In float32 Adam takes a whole step where a gradient is nothing but rounding.
+        results.append(train(module, tmp_path, 3, counter, precision="64-true"))
         passes.append(counter.num_losses)
     assert passes[1] == 3 * 2 < passes[0]
     assert max((results[0][name] - start[name]).abs().max().item() for name in start) > 1e-3
-    assert_close(results[0], results[1], 1e-5)
+    assert_close(results[0], results[1], 1e-9)
 
 
 class Counter(UseSampler):

@@ -246,10 +246,19 @@ class LongPrompts(ActorSampler):
         return [made[n : n + num_samples] for n in range(0, len(made), num_samples)]
 
 
+class InFloat64(GRPO):
+    """Rounds no gradient to float32, which may be nothing but rounding, and of which Adam takes a whole step."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        policy = super().load_model(*args, **kwargs)
+        normalize_in_float64(policy)
+        return policy
+
+
 def train(folder: Path, model: str, is_shared: bool, num_ranks: int = 1, **arguments: Any) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     usual = {"samples_per_prompt": 4, "max_tokens_per_microbatch": 46, "validate_first": False}
-    module = make_algorithm(GRPO, model, share_prefixes=is_shared, **usual | arguments)
+    module = make_algorithm(InFloat64, model, share_prefixes=is_shared, **usual | arguments)
     ranks: dict[str, Any] = {"devices": num_ranks, "strategy": DDP()} if num_ranks > 1 else {}
     trainer = make_trainer(folder, 2, UseSampler(LongPrompts), precision="64-true", **ranks)
     trainer.fit(module, make_data(folder))

@@ -76,7 +76,7 @@ result["hooks"] = len(heard)
 
 if rank == 1:
     wait_for("gave up", 0, 2)
-note("late", "save", timeout=600 if rank == 1 else 3)
+note("late", "save", timeout=600 if rank == 1 else 10)
 tell("gave up")
 note("after", "next")  # a rank that goes on regardless learns of it at once
 
@@ -89,7 +89,7 @@ leave("met elsewhere")
 connect()
 if rank == 2:
     wait_for("did not meet", 0, 1)
-note("never made", "very first", timeout=3)
+note("never made", "very first", timeout=10)
 tell("did not meet")
 print(json.dumps(result), flush=True)
 leave("is through")
@@ -101,8 +101,8 @@ GOING = (
     + """
 barrier("start")
 # The barrier's own timeout ends the waiting for a store that does not answer.
-intervals.STORE_TIMEOUT, intervals.MIN_STORE_TIMEOUT = 600, 5
-intervals.BARRIER_REPORT_GRACE = 5  # also who is slow answers
+intervals.STORE_TIMEOUT, intervals.MIN_STORE_TIMEOUT = 600, 15
+intervals.BARRIER_REPORT_GRACE = 15  # also who is slow answers
 if rank == int(sys.argv[1]):
     shared = cpu_group.connection()
     for other in {0, 1, 2} - {rank}:  # have left the first one and come to the next
@@ -129,7 +129,9 @@ def test_barrier_of_living_ranks_names_the_late(tmp_path: Path, monkeypatch: pyt
     assert [one["late missing"] for one in told] == [[1]] * 3
     late = {one["late"] for one in told}
     assert len(late) == 1
-    assert late.pop().startswith("Barrier 'save' was not reached by rank 1 within 3 s: rank 1 was last seen at barrier")
+    assert late.pop().startswith(
+        "Barrier 'save' was not reached by rank 1 within 10 s: rank 1 was last seen at barrier"
+    )
     assert all(one["late seconds"] < 300 for one in told)  # of rank 1's 600, too: it learns of it at once
     assert [one["after"] for one in told] == [one["late"] for one in told]
     assert {one["other name"] for one in told} == {
@@ -137,7 +139,7 @@ def test_barrier_of_living_ranks_names_the_late(tmp_path: Path, monkeypatch: pyt
         "They must come to the same ones in one order."
     }
     assert {one["never made"] for one in told} == {
-        "Barrier 'very first' was not reached by rank 2 within 3 s: rank 2 has reached no barrier yet."
+        "Barrier 'very first' was not reached by rank 2 within 10 s: rank 2 has reached no barrier yet."
     }
 
 
@@ -168,7 +170,7 @@ def test_lost_rank_is_named_on_all_others(tmp_path: Path, rank: int, how: str, m
     for one in told:
         assert one["gone"].startswith(message)
         assert one["gone missing"] == [rank]
-        assert one["gone seconds"] < 60
+        assert one["gone seconds"] < 300
 
 
 class Failed(dist.Work):

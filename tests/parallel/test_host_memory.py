@@ -138,6 +138,7 @@ def test_parameters_of_a_graph_that_awaits_its_backward() -> None:
 
 
 def test_fsdp_shards_in_host_memory_step_alike(process_group: None) -> None:
+    torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (1,))
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     expected = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))

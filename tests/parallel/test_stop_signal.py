@@ -331,7 +331,7 @@ def test_second_signal_ends_at_once(project: Path) -> None:
         pass
     time.sleep(0.6)  # as one that a launcher sends besides the terminal's does not come
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
     assert output == "ended by a second signal\n"
 

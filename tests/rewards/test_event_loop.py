@@ -172,7 +172,7 @@ async def test_block_after_suspension_is_found_in_time(clock: Clock, monkeypatch
     await asyncio.sleep(0.5)  # the caller's loop polls
     clock.shift += 90.0
     try:
-        result = await asyncio.wait_for(call, 20.0)
+        result = await asyncio.wait_for(call, 60.0)
     finally:
         released.set()
     assert result is not None and "blocked its event loop for more than its timeout=60 s" in str(result.error)

@@ -118,6 +118,7 @@ asyncio.run(connect(sys.argv[1], None, {}, timeout=60))
 @in_event_loop
 async def test_keyless_server_refuses_another_user(is_other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.geteuid()
+    monkeypatch.setattr(intervals, "CONNECT_TIMEOUT", 60.0)
     async with serving(None) as url:
         monkeypatch.setattr(os, "geteuid", lambda: user + is_other)
         command = (sys.executable, "-c", CLIENT, url)
@@ -179,10 +180,11 @@ async def test_client_that_never_answers_is_closed(
 
 
 def test_server_that_is_not_there_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        url = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
-    with pytest.raises(ConnectionLostError, match=url):
-        asyncio.run(connect(url, None, {}, timeout=60))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen: the port is no other program's meanwhile
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConnectionLostError, match=url):
+            asyncio.run(connect(url, None, {}, timeout=60))
 
 
 @pytest.mark.parametrize("url", ["http://host:1", "tcp://host", "tcp://:8100", "tcp://host:port", "tcp://host:1/path"])

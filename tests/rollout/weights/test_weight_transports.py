@@ -6,6 +6,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -146,6 +147,12 @@ def connect(sender: WeightSender, workers: list[Worker], devices: list[str] | No
         worker.answer()
 
 
+def limit_waits(sender: BroadcastSender, seconds: float) -> None:
+    """Let the sender's side alone time out after so many seconds: workers have all the time to connect."""
+    for group in sender._groups:
+        group.place = replace(group.place, timeout=seconds)
+
+
 def wait_until_joined(place: Place) -> None:
     """Until the worker in this place has come to where the sender waits for it."""
     store = join_rendezvous(place)
@@ -237,15 +244,15 @@ def test_workers_on_the_same_device_are_numbered() -> None:
 @pytest.mark.long
 def test_a_worker_that_never_comes_is_named(start_workers: Callable[[int], list[Worker]]) -> None:
     workers = start_workers(1)
-    sender = BroadcastSender(PLAN, CPU, timeout=5.0)
+    sender = BroadcastSender(PLAN, CPU, timeout=TIMEOUT)
     receiver, _ = sender.make_receivers(["", ""])
     workers[0].ask(pickle.dumps(receiver))
     wait_until_joined(receiver._place)
-    with pytest.raises(EngineError, match=r"no sign of number 1 of 0 to 1, and it took longer than 5 s"):
+    limit_waits(sender, 1.0)
+    with pytest.raises(EngineError, match=r"no sign of number 1 of 0 to 1, and it took longer than 1 s"):
         sender.connect()
     with pytest.raises(EngineError, match=r"No weights from 127\.0\.0\.1"):
         workers[0].answer()
-    sender.timeout = TIMEOUT
     connect(sender, workers)
     send(sender, workers, WEIGHTS)
     sender.close()
@@ -281,8 +288,9 @@ def test_a_worker_killed_between_chunks(start_workers: Callable[[int], list[Work
 @pytest.mark.parametrize("timeout", [5.0, 600.0])
 def test_a_worker_that_hangs(timeout: float, start_workers: Callable[[int], list[Worker]]) -> None:
     (hung,) = start_workers(1)
-    sender = BroadcastSender(plan_of(LARGE, torch.bfloat16, 1 << 30), CPU, timeout=timeout)
+    sender = BroadcastSender(plan_of(LARGE, torch.bfloat16, 1 << 30), CPU, timeout=600.0)
     connect(sender, [hung])
+    limit_waits(sender, timeout)
     os.kill(hung.process.pid or 0, signal.SIGSTOP)
     next(sender.fill(LARGE))
     told = threading.Timer(0.5, sender.interrupt, ["The engine hangs, it is said"])
