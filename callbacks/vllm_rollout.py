@@ -216,14 +216,18 @@ class VLLMRollout(RolloutCallback):
             max_failed_share=self.max_failed_share,
             time_limits=self.time_limits,
             verifier=self.make_verifier(pool, engines.config.dtype),
-            score=self._group_scorer(),
+            score=self._serve_rewards(),
         )
         runner.check()
 
-    def _group_scorer(self) -> ScoreGroup | None:
-        """Return the function that scores groups of all ranks, if prompts are in flight over several steps."""
-        is_ahead = self.options.prompts_ahead(1) > 0
-        return self._module.group_scorer(world_size()) if is_ahead and has(self._module, ScoresGroups) else None
+    def _serve_rewards(self) -> ScoreGroup | None:
+        """Return the function that scores groups of all ranks; None if no prompts are in flight over several steps.
+
+        With ``oversample`` alone a step stops what is not complete: to score first would favour what is scored fast.
+        """
+        if self.max_staleness == 0 or not has(self._module, ScoresGroups):
+            return None
+        return self._module.serve_rewards(world_size())
 
     def on_fit_start(self, trainer: Loop, module: object) -> None:
         """If a logger is a web service, wait for the first engine, so that a failed start creates no run there."""

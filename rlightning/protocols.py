@@ -354,9 +354,9 @@ class CountsTimeouts(Protocol):
 class ScoresGroups(Protocol):
     """A module that can call its reward functions on a prompt's trajectories before the step that takes them."""
 
-    def group_scorer(self, num_ranks: int) -> "Callable[[Sequence[Trajectory]], Awaitable[None]] | None":
-        """Return a coroutine function that sets ``reward_results`` of trajectories of any of ``num_ranks`` ranks; None
-        if the module needs a step's batch to reward it.
+    def serve_rewards(self, num_ranks: int) -> "Callable[[Sequence[Trajectory]], Awaitable[None]] | None":
+        """Prepare to score prompts of ``num_ranks`` ranks, and return a coroutine function that sets the
+        ``reward_results`` of trajectories; None if the module needs a step's batch to reward it.
         """
 
 

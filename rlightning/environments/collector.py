@@ -240,7 +240,7 @@ class Collector:
         flight, settings = self.in_flight, sampling_settings(num_samples, sampling)
         self._finish_groups()
         for group in self._running.values():
-            group.saved = group.unscored = None  # a checkpoint has it, and the next one saves it again
+            group.saved = None  # a checkpoint has it, and the next one saves it again
         requeued = {*flight.requeue_changed(settings), *flight.requeue_stale(version)}
         self._cancel([future for future, group in self._running.items() if group in requeued])
         flight.add(added)
@@ -261,7 +261,8 @@ class Collector:
                     del self._running[future]
                     self.in_flight.finish(group, future.result())
                 else:
-                    group.saved, group.unscored = self._runner.save(future), self._runner.unscored(future)
+                    group.saved = self._runner.save(future)
+            self._hold_unscored()
 
     def close(self) -> None:
         """Cancel all running groups; their prompts stay in flight. May be called twice."""
@@ -331,8 +332,7 @@ class Collector:
         if flight.max_staleness == 0:
             totals.num_stopped += self._requeue_all()
         totals.num_running, totals.num_finished = len(self._running), flight.num_finished
-        if self._runner is not None:
-            totals.num_scoring = sum(self._runner.unscored(future) is not None for future in self._running)
+        totals.num_scoring = sum(group.unscored is not None for group in self._running.values())
 
     def _requeue_all(self) -> int:
         """Requeue all started groups, and return their number."""
@@ -353,6 +353,14 @@ class Collector:
     def _finish_groups(self) -> None:
         for group, trajectories in _pop_done(self._running):
             self.in_flight.finish(group, trajectories)
+        self._hold_unscored()
+
+    def _hold_unscored(self) -> None:
+        """Keep the trajectories of running groups of which only the scores are missing."""
+        assert self._runner is not None
+        for future, group in self._running.items():
+            if group.unscored is None and (made := self._runner.unscored(future)) is not None:
+                self.in_flight.hold_unscored(group, made)
 
     def _cancel(self, futures: Collection[Future[list[Trajectory]]]) -> None:
         """Cancel running groups, and forget them."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA
 from rlightning.models.adapter_layers import add_adapter, initialize_adapter, store_digest
-from rlightning.models.architecture import not_finite
+from rlightning.models.architecture import build_small, check_policy, not_finite
 from rlightning.models.files import check_head, find_weights, is_converted
 from rlightning.models.finite import find_not_finite
 from rlightning.models.layers import decoder_layers
@@ -50,6 +50,7 @@ def load_sharded_policy(
     tensor_parallel_mesh = sharding.mesh["tensor_parallel"]
     check_tensor_parallel(model, load_config(model), tensor_parallel_mesh.size())
     policy = build_on_meta(model, dtype)
+    check_policy(model, build_small(policy.config))  # the whole model is loaded nowhere
     if adapter is not None:
         add_adapter(policy, adapter, torch.device("meta"))
     if tensor_parallel_mesh.size() > 1:

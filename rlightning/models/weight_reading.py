@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlightning.errors import ConfigError
-from rlightning.models.architecture import build_small, check_policy
 from rlightning.models.attention import PACKED_ATTENTION
 from rlightning.models.files import other_shape
 from rlightning.models.policy import load_config, remove_dropout
@@ -24,14 +23,11 @@ from rlightning.torch_internals import non_persistent_buffers
 
 
 def build_on_meta(model: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a policy as :func:`~rlightning.models.load_policy` does, but with all weights on the meta device.
-
-    Raises:
-        ConfigError: attention over packed sequences is not supported.
+    """Return a policy as :func:`~rlightning.models.load_policy` does, but with all weights on the meta device, and
+    unchecked.
     """
     config = load_config(model)
     remove_dropout(config)
-    check_policy(model, build_small(config))  # on the CPU
     with torch.device("meta"):
         policy: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION

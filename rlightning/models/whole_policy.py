@@ -2,11 +2,12 @@
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from rlightning.errors import ConfigError
 from rlightning.models.adapter import LoRA
 from rlightning.models.adapter_layers import add_adapter, initialize_adapter, store_digest
-from rlightning.models.architecture import not_finite
+from rlightning.models.architecture import build_small, check_policy, not_finite
 from rlightning.models.files import check_head, find_weights, is_converted
 from rlightning.models.finite import find_not_finite
 from rlightning.models.policy import load_policy, narrow_residuals
@@ -55,8 +56,9 @@ def load_frozen_policy(
 ) -> PreTrainedModel:
     """Load a policy whose matrices have another dtype than its other weights (:func:`hold_as_computed`).
 
-    Each weight is read from its file to the device and cast by itself, so that the policy is nowhere in ``dtype``.
-    Files that transformers converts, or in other formats than safetensors, are first loaded on the host.
+    Each weight is read from its file and cast by itself, so that the policy is nowhere in ``dtype``. It is loaded on
+    the host first if transformers converts its files, if these are no safetensors, or if only the whole policy tells
+    whether packed sequences are supported.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
@@ -69,8 +71,8 @@ def load_frozen_policy(
     """
     policy, files = build_on_meta(model, dtype), find_weights(model)
     hold_as_computed(policy, matrix_dtype)
-    weights = dict(named_weights(policy))
-    if weights.keys() <= files.keys() and not is_converted(policy):
+    can_read = dict(named_weights(policy)).keys() <= files.keys() and not is_converted(policy)
+    if can_read and _is_supported_when_small(model, policy.config):
         check_head(model, policy.config, files)
         policy.to_empty(device=device)
         policy.tie_weights()  # to_empty has allocated separate memory for each tied parameter
@@ -87,6 +89,16 @@ def load_frozen_policy(
         policy = load_policy(model, dtype)
     hold_as_computed(policy, matrix_dtype)
     return policy
+
+
+def _is_supported_when_small(model: str, config: PreTrainedConfig) -> bool:
+    """Return whether a small random model of the architecture supports packed sequences."""
+    try:
+        with torch.device("cpu"):
+            check_policy(model, build_small(config))
+    except ConfigError:
+        return False
+    return True
 
 
 def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:

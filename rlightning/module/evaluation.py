@@ -143,9 +143,12 @@ class EvaluationSteps(UpdateModule):
         if self.has_own_rewards and self.rewarder.functions:
             self.rewarder.begin([one for one in trajectories if self._is_sampled(one)])
 
-    def group_scorer(self, num_ranks: int) -> ScoreGroup | None:
-        """Return a function that calls the reward functions on trajectories of any rank, for prompts that are in flight
-        over several steps; None without functions, or if :meth:`compute_rewards` is overridden.
+    def serve_rewards(self, num_ranks: int) -> ScoreGroup | None:
+        """Have this rank's reward functions score prompts of all ranks while these are in flight over several steps.
+
+        Returns:
+            A function that scores the trajectories of a prompt; None, and nothing changes, without reward functions, or
+            if :meth:`compute_rewards` is overridden.
         """
         if not self.has_own_rewards or not self.rewarder.functions:
             return None

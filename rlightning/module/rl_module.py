@@ -257,6 +257,7 @@ class RLModule(EvaluationSteps):
         self._num_not_sampled = 0
         num_samples = self.prompts_per_step * self.samples_per_prompt
         failures = FailureCount(num_samples, self.rewarder.max_failed_share, " of the step")
+        self.rewarder.group_failures = FailureCount(num_samples, self.rewarder.max_failed_share, " of the step")
         with self.rewarder.counting(failures):
             sampled = [self.reward(self.rollout(prompts))]
             kept = [self._keep(sampled[0])]

@@ -24,7 +24,7 @@ from rlightning.rpc.client import LoopThread
 from rlightning.rpc.progress import CALL, call_tasks, track_tasks
 
 MAX_CONCURRENT = 64
-"""Maximum number of concurrent async calls of a pool."""
+"""Maximum number of concurrent async calls on an event loop."""
 
 
 class CallRunner:

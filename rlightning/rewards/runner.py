@@ -33,8 +33,8 @@ CHECK_SECONDS = 1.5
 """Maximum seconds for checking reference answers, after the first of them."""
 
 
-_OPENING = threading.Lock()
-"""Held while a pool is opened: groups are scored in another thread than a step's trajectories."""
+_POOL_LOCK = threading.RLock()
+"""Held while a pool is opened, replaced or called: groups are scored in another thread than a step's trajectories."""
 
 
 class LateRepeat(NamedTuple):
@@ -69,8 +69,9 @@ class RewardRunner:
         num_workers: number of processes, and of threads; None for the number of cores, at most eight.
 
     Attributes:
-        num_ranks: number of ranks whose trajectories are scored here; so many times as many calls run at once, as far
-            as there are cores for their processes. Set before the first call.
+        num_ranks: number of ranks whose trajectories are scored here, which multiplies the number of processes, as far
+            as there are cores for those of sync functions. Set before the first call.
+        group_failures: counts the failures of :meth:`score_group`, up to its limit; None for no limit.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class RewardRunner:
         self._late_repeats: list[LateRepeat] = []
         self._reported: set[str] = set()
         self._failures: FailureCount | None = None
-        self._early_failures: FailureCount | None = None
-        self.num_ranks = 1
+        self.group_failures: FailureCount | None = None
+        self.num_ranks, self._num_scoring = 1, 0
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy: the functions, without processes and running calls."""
@@ -168,12 +169,8 @@ class RewardRunner:
 
     @contextmanager
     def counting(self, failures: FailureCount) -> Iterator[None]:
-        """Context manager in which :meth:`score` counts failures in ``failures``, whose limit applies to all calls.
-
-        From then on :meth:`score_group` counts up to the same limit.
-        """
+        """Context manager in which :meth:`score` counts failures in ``failures``, whose limit applies to all calls."""
         before, self._failures = self._failures, failures
-        self._early_failures = FailureCount(failures.num_samples, failures.max_share, failures.of)
         try:
             yield
         finally:
@@ -197,24 +194,27 @@ class RewardRunner:
         another process; functions that :meth:`begin` does not call are left out. Runs on any event loop.
 
         Raises:
-            RewardError: too many trajectories have failed since the last :meth:`counting` began.
+            RewardError: more have failed than ``group_failures`` allows.
         """
         calls = {(m, f): self._submit(f, one) for m, one in enumerate(trajectories) for f in self._background}
-        # Results are missing if the calls are cancelled, since the pool is closed: score() repeats these.
-        results = await asyncio.gather(*map(asyncio.wrap_future, calls.values()), return_exceptions=True)
+        self._num_scoring += 1
+        try:
+            results = await asyncio.gather(*map(asyncio.wrap_future, calls.values()), return_exceptions=True)
+        finally:
+            self._num_scoring -= 1
         errors: dict[int, tuple[str, str]] = {}
         for (m, f), result in zip(calls, results, strict=True):
             if isinstance(result, asyncio.CancelledError):
-                continue
+                continue  # the pool was closed: score() repeats the call
             if isinstance(result, BaseException):
                 raise result
             trajectories[m].reward_results[self.functions[f].name] = result.value, result.error
             if result.error is not None:
                 errors.setdefault(m, (self.functions[f].name, result.error))
-        if self._early_failures is not None:
-            self._early_failures.num_scored += len(trajectories)
+        if self.group_failures is not None:
+            self.group_failures.num_scored += len(trajectories)
             for m, (name, error) in errors.items():
-                self._early_failures.add(name, m, error)
+                self.group_failures.add(name, m, error)
 
     @property
     def _background(self) -> list[int]:
@@ -264,8 +264,9 @@ class RewardRunner:
 
         This takes at most :data:`~rlightning.rewards.repeats.REPEAT_SECONDS`: functions are called one after another,
         each with its share of the time. Late calls of async functions go on, and are compared by a later :meth:`score`
-        or by :meth:`close`; those of sync functions are cancelled. Functions of weight 0 are left out, and sync
-        functions after a late one, whose calls still occupy the processes.
+        or by :meth:`close`; those of sync functions are cancelled, unless they may be late because groups are being
+        scored meanwhile. Functions of weight 0 are left out, and sync functions after a late one, whose calls still
+        occupy the processes.
 
         Args:
             scores: the scores [M] of :meth:`score`, by the function's name.
@@ -281,13 +282,14 @@ class RewardRunner:
             if function.is_async or not is_busy:
                 begun, calls = perf_counter(), self._ask_again(f, chosen, REPEAT_SECONDS / len(asked))
                 repeat = repeat._replace(again=read_results(calls), seconds=perf_counter() - begun)
-                is_final = not function.is_async or all(map(Future.done, calls))
+                may_go_on = function.is_async or self._num_scoring > 0
+                is_final = not may_go_on or all(map(Future.done, calls))
                 if is_final:
                     is_busy |= not all(map(Future.done, calls))
                     cancel_calls(calls)
                 else:
                     self._late_repeats.append(LateRepeat(function.name, repeat, begun, calls))
-            num_parallel = MAX_CONCURRENT if function.is_async else self.num_workers
+            num_parallel = MAX_CONCURRENT * self.num_ranks if function.is_async else self._num_processes
             line = describe_repeat(
                 function.name,
                 repeat,
@@ -325,9 +327,10 @@ class RewardRunner:
         """End the worker processes, and cancel submitted calls; later calls start new processes."""
         self._report_late_repeats(is_over=True)
         self._cancel_submitted()
-        if self._opened is not None and self._opened[0] == os.getpid():
-            self._opened[1].close()
-        self._opened = None
+        with _POOL_LOCK:
+            opened, self._opened = self._opened, None
+        if opened is not None and opened[0] == os.getpid():
+            opened[1].close()
 
     def _cancel_submitted(self) -> None:
         for _, calls in self._submitted.values():
@@ -335,21 +338,25 @@ class RewardRunner:
         self._submitted.clear()
 
     @property
+    def _num_processes(self) -> int:
+        """Number of processes for sync functions."""
+        return min(self.num_workers * self.num_ranks, max(self.num_workers, num_cores()))
+
+    @property
     def _pool(self) -> RewardPool:
-        with _OPENING:
+        with _POOL_LOCK:
             opened = self._opened
             if opened is None or opened[0] != os.getpid():  # a forked process must not use its parent's calls
-                num_workers = min(self.num_workers * self.num_ranks, max(self.num_workers, num_cores()))
-                max_async = MAX_CONCURRENT * self.num_ranks
-                pool = RewardPool(self.functions, self.sources, num_workers, max_async=max_async)
+                pool = RewardPool(self.functions, self.sources, self._num_processes, num_ranks=self.num_ranks)
                 self._opened = opened = os.getpid(), pool
-        return opened[1]
+            return opened[1]
 
     def _submit(
         self, function: int, trajectory: "Trajectory", extra: Mapping[str, object] | None = None
     ) -> "Future[RewardResult]":
         arguments = self.functions[function].select(_given(trajectory), trajectory.prompt.columns)
-        return self._pool.submit(function, arguments | dict(extra or {}))
+        with _POOL_LOCK:  # another thread may be closing the pool
+            return self._pool.submit(function, arguments | dict(extra or {}))
 
 
 def read_results(calls: "Sequence[Future[RewardResult]]") -> list[RewardResult | None]:

@@ -60,7 +60,7 @@ class Group:
         settings: settings with which the group is sampled (:func:`~rlightning.rollout.sampler.sampling_settings`); None
             while it waits.
         saved: unfinished trajectories from a checkpoint, as plain types; None if there are none.
-        unscored: for the next checkpoint, the trajectories of a running group of which only the scores are missing.
+        unscored: the trajectories of a running group of which only the scores are missing; else None.
     """
 
     prompt: Prompt
@@ -140,10 +140,14 @@ class InFlight:
     def finish(self, group: Group, trajectories: list[Trajectory]) -> None:
         """Move a group of which all trajectories have ended to the finished groups, from which training takes them."""
         group.trajectories, group.saved, group.unscored = trajectories, None, None
-        samples = [sample for one in trajectories for sample in one.samples]
-        versions = [min(sample.weight_versions) for sample in samples if sample.weight_versions]
-        group.first_weight_version = min(versions, default=None)
+        group.first_weight_version = _first_version(trajectories)
         self._finished.append(group)
+
+    def hold_unscored(self, group: Group, trajectories: list[Trajectory]) -> None:
+        """Keep the trajectories of a running group of which only the scores are missing."""
+        group.unscored = trajectories
+        if (version := _first_version(trajectories)) is not None:
+            group.first_weight_version = version
 
     def requeue_stale(self, weight_version: int) -> list[Group]:
         """Requeue groups whose tokens are too stale for an update of weights of this version.
@@ -290,6 +294,12 @@ def _saved_versions(packed: SavedGroup) -> list[int]:
     saved = packed.get("saved") or ()
     branches = [branch for one in saved if one is not None for branch in one["trajectory"]["branches"]]
     return [version for branch in branches for version in branch["weight_versions"] if version >= 0]
+
+
+def _first_version(trajectories: Sequence[Trajectory]) -> int | None:
+    """Return the oldest version of the weights that sampled a token; None without tokens."""
+    samples = [sample for one in trajectories for sample in one.samples]
+    return min((min(one.weight_versions) for one in samples if one.weight_versions), default=None)
 
 
 def _describe_change(old: Mapping[str, object], new: Mapping[str, object]) -> str:

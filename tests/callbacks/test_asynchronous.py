@@ -215,6 +215,16 @@ def test_prompts_in_flight_are_rewarded_during_updates(engine_model: str, tmp_pa
     assert held.num_called <= 2 * (3 + 2) * PER_STEP  # each completion once
 
 
+def test_steps_that_carry_nothing_over_reward_themselves() -> None:
+    """Else they would take those that are rewarded fast, and stop the others."""
+    cases: list[tuple[dict[str, Any], Any]] = [({"max_staleness": 1}, 1), ({"oversample": 0.5}, None), ({}, None)]
+    for settings, expected in cases:
+        rollout = VLLMRollout(placement="standalone", **settings)
+        module: Any = SimpleNamespace(serve_rewards=lambda num_ranks: num_ranks)
+        rollout._policy = module
+        assert rollout._serve_rewards() == expected
+
+
 class Asks(RLCallback):
     """Goes on only when a completion has been sampled meanwhile, after those that had been asked for before."""
 

@@ -21,6 +21,7 @@ from waiting import is_running, still_running, wait_for
 from rlightning.errors import ConfigError, RewardError
 from rlightning.processes import liveness
 from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
+from rlightning.rewards.pool import RewardPool
 from rlightning.rpc import background_loop
 
 
@@ -445,7 +446,8 @@ def test_scored_groups_are_not_asked_again(make_runner: MakeRunner, tmp_path: Pa
 def test_failures_of_scored_groups_are_counted_at_once(make_runner: MakeRunner) -> None:
     runner = make_runner("sample_rewards.misbehave", max_failed_share=0.25)
     trajectories = make_trajectories(["raise", "ok", "raise", "raise"])
-    with runner.counting(FailureCount(8, 0.25, " of the step")):
+    runner.group_failures = FailureCount(8, 0.25, " of the step")
+    with runner.counting(FailureCount(4, 0.25, " of a validation set, which does not change that")):
         asyncio.run(runner.score_group(trajectories[:3]))
         with pytest.raises(RewardError, match=r"^at least 3 of 8 samples of the step have no reward"):
             asyncio.run(runner.score_group(trajectories[3:]))
@@ -464,6 +466,7 @@ def test_calls_of_a_closed_pool_are_repeated(make_runner: MakeRunner, tmp_path: 
     assert slow.reward_results == {}
 
 
+@pytest.mark.processes
 def test_ranks_scored_at_one_place_get_its_cores(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlightning.rewards.runner.num_cores", lambda: 12)
     for num_workers, num_ranks, expected in ((2, 1, 2), (2, 4, 8), (2, 8, 12), (16, 4, 16)):
@@ -471,4 +474,28 @@ def test_ranks_scored_at_one_place_get_its_cores(make_runner: MakeRunner, monkey
         runner.num_ranks = num_ranks
         workers = runner._pool._workers
         assert workers[False].num_workers == expected
-        assert (workers[True].num_workers, workers[True].max_calls) == (1, 64 * num_ranks)
+        assert (workers[True].num_workers, workers[True].max_calls) == (num_ranks, 64)
+
+
+@pytest.mark.processes
+def test_groups_are_scored_while_a_pool_closes(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, may_close, is_closing = make_runner("sample_rewards.length"), threading.Event(), threading.Event()
+    assert score(runner, ["a"]).failed == 0
+    close = RewardPool.close
+
+    def close_late(pool: RewardPool) -> None:
+        is_closing.set()
+        assert may_close.wait(300)
+        close(pool)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RewardPool, "close", close_late)
+        closing = threading.Thread(target=runner.close)
+        closing.start()
+        assert is_closing.wait(300)
+        (one,) = make_trajectories(["bb"])
+        asyncio.run(runner.score_group([one]))
+        may_close.set()
+        closing.join()
+    assert one.reward_results == {"length": (2.0, None)}
+    asyncio.run(runner.score_group([one]))  # the pool that was opened meanwhile goes on

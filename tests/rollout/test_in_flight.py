@@ -303,6 +303,16 @@ def test_an_unfinished_step_is_repeated_from_its_start() -> None:
     assert indices(resumed.waiting) == [1]
 
 
+def test_trajectories_being_scored_have_their_tokens_version() -> None:
+    """They may have waited through a sync; with the version of their request they would be requeued."""
+    flight = InFlight(1)
+    (group,) = admit(flight, 0)
+    group.first_weight_version = 0
+    flight.hold_unscored(group, [trajectory(1)])
+    assert flight.requeue_stale(2) == [] and flight.running == [group]
+    assert flight.requeue_stale(3) == [group] and group.unscored is None
+
+
 def test_nothing_of_a_run_before_is_left() -> None:
     flight = InFlight(1)
     first, second = admit(flight, 0, 1)
