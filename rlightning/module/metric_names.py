@@ -28,7 +28,7 @@ OF_SECTIONS = {
     "<moment>/allocated_before_gib <moment>/allocated_after_gib <moment>/empty_cache_ms offloaded_gib",
     "rollout": "stopped",
     "async": "staleness_mean staleness_max staleness_<n> version_trained version_sampled_mean version_sampled_min "
-    "requeued trainer_waited engines_idle swap_pause running finished",
+    "requeued trainer_waited engines_idle swap_pause running scoring finished",
     "val": "<set>/reward <set>/pass@<k> <set>/length <set>/truncated <set>/loss",
 }
 """Names of metrics by section (the part before the first slash); ``<placeholders>`` as in docs/metrics.md."""

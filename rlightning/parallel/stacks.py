@@ -55,9 +55,11 @@ class StackRecorder(threading.Thread):
     def run(self) -> None:
         """Poll whether SIGUSR1 has arrived, and record the stacks if so."""
         while True:
+            size = os.fstat(self._raw).st_size
             time.sleep(intervals.POLL_INTERVAL)
             with self._lock:
-                text = self._take_raw()
+                is_complete = os.fstat(self._raw).st_size == size  # the handler writes in many parts
+                text = self._take_raw() if is_complete else ""
             if text:
                 reason = f"{SIGNAL.name} to {self.process_name}"
                 self.append(reason, text)
