@@ -359,7 +359,7 @@ class Collector:
         """Keep the trajectories of running groups of which only the scores are missing."""
         assert self._runner is not None
         for future, group in self._running.items():
-            if group.unscored is None and (made := self._runner.unscored(future)) is not None:
+            if group.unscored is None and (made := self._runner.trajectories(future)) is not None:
                 self.in_flight.hold_unscored(group, made)
 
     def _cancel(self, futures: Collection[Future[list[Trajectory]]]) -> None:

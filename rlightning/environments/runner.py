@@ -125,9 +125,9 @@ class EnvironmentRunner:
             )
         return saved if any(saved) else None
 
-    def unscored(self, future: "Future[list[Trajectory]]") -> list[Trajectory] | None:
-        """Return a prompt's trajectories if they have ended and only their scores are missing; else None."""
-        return None if future.done() else self._submitted[future].trajectories
+    def trajectories(self, future: "Future[list[Trajectory]]") -> list[Trajectory] | None:
+        """Return the trajectories of a submitted prompt, perhaps without scores; None until all have ended."""
+        return self._submitted[future].trajectories
 
     def cancel(self, futures: "Collection[Future[list[Trajectory]]]") -> None:
         """Cancel the trajectories of prompts, and wait a few seconds at most until they have no more requests at the

@@ -72,7 +72,10 @@ def load_frozen_policy(
     policy, files = build_on_meta(model, dtype), find_weights(model)
     hold_as_computed(policy, matrix_dtype)
     can_read = dict(named_weights(policy)).keys() <= files.keys() and not is_converted(policy)
-    if can_read and _is_supported_when_small(model, policy.config):
+    refusal = _check_small(model, policy.config) if can_read else None
+    if refusal is not None and dtype.itemsize < 4:
+        raise refusal  # a whole policy in half precision is not checked
+    if can_read and refusal is None:
         check_head(model, policy.config, files)
         policy.to_empty(device=device)
         policy.tie_weights()  # to_empty has allocated separate memory for each tied parameter
@@ -91,14 +94,14 @@ def load_frozen_policy(
     return policy
 
 
-def _is_supported_when_small(model: str, config: PreTrainedConfig) -> bool:
-    """Return whether a small random model of the architecture supports packed sequences."""
+def _check_small(model: str, config: PreTrainedConfig) -> ConfigError | None:
+    """Return why a small random model of the architecture does not support packed sequences; None if it does."""
     try:
         with torch.device("cpu"):
             check_policy(model, build_small(config))
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return error
+    return None
 
 
 def hold_as_computed(policy: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -216,6 +216,7 @@ class RLModule(EvaluationSteps):
     def close(self) -> None:
         """End the worker processes of the reward functions. May be called twice."""
         self.rewarder.close()
+        self.rewarder.num_ranks = 1
 
     # One step
 
@@ -257,7 +258,9 @@ class RLModule(EvaluationSteps):
         self._num_not_sampled = 0
         num_samples = self.prompts_per_step * self.samples_per_prompt
         failures = FailureCount(num_samples, self.rewarder.max_failed_share, " of the step")
-        self.rewarder.group_failures = FailureCount(num_samples, self.rewarder.max_failed_share, " of the step")
+        self.rewarder.group_failures = ahead = FailureCount(
+            num_samples, self.rewarder.max_failed_share, " rewarded during the step"
+        )
         with self.rewarder.counting(failures):
             sampled = [self.reward(self.rollout(prompts))]
             kept = [self._keep(sampled[0])]
@@ -267,7 +270,9 @@ class RLModule(EvaluationSteps):
                 share = math.ceil(all_reduce(torch.tensor(missing), name="rewards are there").item() / world_size())
                 if share <= 0:
                     break
-                failures.num_samples += share * world_size() * self.samples_per_prompt
+                ahead.num_samples = failures.num_samples = (
+                    failures.num_samples + share * world_size() * self.samples_per_prompt
+                )
                 sampled.append(self.reward(self.rollout(self.take_prompts(share))))
                 kept.append(self._keep(sampled[-1]))
         counts = [sum(batch.num_trajectories for batch in batches) for batches in (sampled, kept)]

@@ -28,12 +28,12 @@ CALLERS = (" in run_call", " in await_result", " in _run_step")
 class RewardPool:
     """Runs reward calls in the background, each with the timeout of its function.
 
-    Sync functions run in several processes, each with one call at a time. Async functions run in one process for each
-    rank, up to 64 concurrent calls on one event loop, so that they share their module's state, such as an HTTP client.
+    Sync functions run in several processes, each with one call at a time. Async functions run in another process, up to
+    64 concurrent calls on its event loop, so that they share their module's state, such as an HTTP client.
 
     Args:
         num_workers: number of processes for sync functions, and maximum number of threads of this process.
-        num_ranks: number of ranks whose trajectories are scored here.
+        num_loops: number of processes for async functions.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class RewardPool:
         sources: KeptSources,
         num_workers: int,
         *,
-        num_ranks: int = 1,
+        num_loops: int = 1,
     ) -> None:
         self._functions = functions
         self._workers = {
             is_async: WorkerPool(
                 python_command("rlightning.rewards.worker"),
                 name="A reward worker",
-                num_workers=num_ranks if is_async else num_workers,
+                num_workers=num_loops if is_async else num_workers,
                 max_calls=MAX_CONCURRENT if is_async else 1,
                 max_queued=0 if is_async else MAX_QUEUED,
                 setup=[self._make_setup(is_async, sources)],
@@ -57,7 +57,7 @@ class RewardPool:
             )
             for is_async in (False, True)
         }
-        self._places = {True: asyncio.Semaphore(MAX_CONCURRENT), False: asyncio.Semaphore(num_workers)}
+        self._places = {True: asyncio.Semaphore(MAX_CONCURRENT * num_loops), False: asyncio.Semaphore(num_workers)}
         self._finder = None if all(f.pickled for f in functions) else install(sources.modules)
         self._calls: set[asyncio.Task[RewardResult]] = set()
 

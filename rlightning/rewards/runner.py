@@ -33,12 +33,21 @@ CHECK_SECONDS = 1.5
 """Maximum seconds for checking reference answers, after the first of them."""
 
 
-_POOL_LOCK = threading.RLock()
+_POOL_LOCK = threading.Lock()
 """Held while a pool is opened, replaced or called: groups are scored in another thread than a step's trajectories."""
 
 
+def _renew_lock() -> None:
+    """Replace the lock in a forked process, which may have been forked while another thread held it."""
+    global _POOL_LOCK
+    _POOL_LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 class LateRepeat(NamedTuple):
-    """The repeated calls of an async function that have not all returned.
+    """The repeated calls of a function that have not all returned.
 
     Attributes:
         name: name of the reward function.
@@ -54,7 +63,7 @@ class LateRepeat(NamedTuple):
 
 
 class RewardRunner:
-    """Runs reward functions with timeouts: sync ones in worker processes, async ones on an event loop in one process.
+    """Runs reward functions with timeouts: sync ones in worker processes, async ones on the event loop of a process.
 
     Functions that cannot be pickled (lambdas, closures, those of ``__main__``) run in threads and on an event loop of
     this process, which they may block; a warning says so. Worker processes start with the first calls. :meth:`begin`
@@ -70,7 +79,7 @@ class RewardRunner:
 
     Attributes:
         num_ranks: number of ranks whose trajectories are scored here, which multiplies the number of processes, as far
-            as there are cores for those of sync functions. Set before the first call.
+            as there are cores. Set before the first call.
         group_failures: counts the failures of :meth:`score_group`, up to its limit; None for no limit.
     """
 
@@ -104,7 +113,7 @@ class RewardRunner:
                 logger.warning(
                     "Reward '%s' changes %s. Each worker process has its own copy, which other processes do not get, "
                     "and which is lost with the process. Compute rewards from the arguments alone, or make it an async "
-                    "def: these run in one process.",
+                    "def: these run in one process of each rank.",
                     function.name,
                     function.state,
                 )
@@ -121,7 +130,7 @@ class RewardRunner:
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state of a copy: the functions, without processes and running calls."""
-        return self.__dict__ | {"_opened": None, "_submitted": {}, "_late_repeats": []}
+        return self.__dict__ | {"_opened": None, "_submitted": {}, "_late_repeats": [], "_num_scoring": 0}
 
     def check(self, columns: Sequence[str], source: str) -> None:
         """Raise a ConfigError if a prompt set lacks a column that a reward function requires."""
@@ -279,17 +288,18 @@ class RewardRunner:
             function, values = self.functions[f], scores[self.functions[f].name].tolist()
             chosen = trajectories[:REPEATED_CALLS]
             repeat, is_final = Repeat(values[: len(chosen)], [None] * len(chosen), 0.0), True
+            is_scoring = self._num_scoring > 0
             if function.is_async or not is_busy:
                 begun, calls = perf_counter(), self._ask_again(f, chosen, REPEAT_SECONDS / len(asked))
                 repeat = repeat._replace(again=read_results(calls), seconds=perf_counter() - begun)
-                may_go_on = function.is_async or self._num_scoring > 0
+                may_go_on = function.is_async or is_scoring or self._num_scoring > 0
                 is_final = not may_go_on or all(map(Future.done, calls))
                 if is_final:
                     is_busy |= not all(map(Future.done, calls))
                     cancel_calls(calls)
                 else:
                     self._late_repeats.append(LateRepeat(function.name, repeat, begun, calls))
-            num_parallel = MAX_CONCURRENT * self.num_ranks if function.is_async else self._num_processes
+            num_parallel = MAX_CONCURRENT * self._num_loops if function.is_async else self._num_processes
             line = describe_repeat(
                 function.name,
                 repeat,
@@ -343,13 +353,16 @@ class RewardRunner:
         return min(self.num_workers * self.num_ranks, max(self.num_workers, num_cores()))
 
     @property
+    def _num_loops(self) -> int:
+        """Number of processes for async functions."""
+        return min(self.num_ranks, num_cores())
+
+    @property
     def _pool(self) -> RewardPool:
-        with _POOL_LOCK:
-            opened = self._opened
-            if opened is None or opened[0] != os.getpid():  # a forked process must not use its parent's calls
-                pool = RewardPool(self.functions, self.sources, self._num_processes, num_ranks=self.num_ranks)
-                self._opened = opened = os.getpid(), pool
-            return opened[1]
+        if self._opened is None or self._opened[0] != os.getpid():  # a forked process must not use its parent's calls
+            pool = RewardPool(self.functions, self.sources, self._num_processes, num_loops=self._num_loops)
+            self._opened = os.getpid(), pool
+        return self._opened[1]
 
     def _submit(
         self, function: int, trajectory: "Trajectory", extra: Mapping[str, object] | None = None

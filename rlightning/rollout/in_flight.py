@@ -144,7 +144,9 @@ class InFlight:
         self._finished.append(group)
 
     def hold_unscored(self, group: Group, trajectories: list[Trajectory]) -> None:
-        """Keep the trajectories of a running group of which only the scores are missing."""
+        """Keep the trajectories of a running group of which only the scores are missing; their tokens have the group's
+        first weight version, which its request may have waited for.
+        """
         group.unscored = trajectories
         if (version := _first_version(trajectories)) is not None:
             group.first_weight_version = version

@@ -290,3 +290,10 @@ def test_frozen_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with refused("NaN or infinite values in 1 of its weights, such as 'model.layers.1.mlp.up_proj.weight'"):
         load_frozen_policy(folder, torch.device("cpu"), torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_architectures_that_mix_sequences_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save_tiny("nemotron", tmp_path)
+    with refused("NemotronAttention does not tell attention where a sequence ends"):
+        load_frozen_policy(folder, torch.device("cpu"), dtype, torch.bfloat16)
