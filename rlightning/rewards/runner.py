@@ -227,7 +227,9 @@ class RewardRunner:
 
     @property
     def _background(self) -> list[int]:
-        """The functions that do not slow this process's threads: async ones, and sync ones in other processes."""
+        """Indices of the functions that do not slow this process's threads: async ones, and those of other
+        processes.
+        """
         return [f for f, function in enumerate(self.functions) if function.is_async or function.pickled]
 
     def score(self, trajectories: "Sequence[Trajectory]") -> RewardScores:

@@ -144,8 +144,8 @@ class InFlight:
         self._finished.append(group)
 
     def hold_unscored(self, group: Group, trajectories: list[Trajectory]) -> None:
-        """Keep the trajectories of a running group of which only the scores are missing; their tokens have the group's
-        first weight version, which its request may have waited for.
+        """Keep the trajectories of a running group of which only the scores are missing, and set the group's first
+        weight version to that of their tokens: the request may have waited until the engine had newer weights.
         """
         group.unscored = trajectories
         if (version := _first_version(trajectories)) is not None:
