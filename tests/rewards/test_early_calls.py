@@ -12,7 +12,7 @@ from scoring import MakeRunner, make_trajectories, score, values
 from waiting import still_running, wait_for
 
 from rlightning.errors import RewardError
-from rlightning.rewards import FailureCount, RewardFunction
+from rlightning.rewards import FailureCount, RewardFunction, RewardRunner
 from rlightning.rewards.pool import RewardPool
 from rlightning.rpc import background_loop
 
@@ -22,19 +22,24 @@ def noted(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.iterdir())
 
 
-@pytest.mark.processes
-def test_begun_calls_run_at_once_and_only_once(make_runner: MakeRunner, tmp_path: Path) -> None:
+def make_noting_runner(make_runner: MakeRunner) -> tuple[RewardRunner, list[str]]:
+    """Return a runner of three functions that note their calls, and the list in which one of this process does so."""
     called_here: list[str] = []
 
     def closure(completion: str) -> float:
         called_here.append(completion)
         return 1.0
 
-    runner = make_runner("sample_rewards.note", sample_rewards.note_async, closure)
+    return make_runner("sample_rewards.note", sample_rewards.note_async, closure), called_here
+
+
+@pytest.mark.processes
+def test_begun_calls_run_at_once_and_only_once(make_runner: MakeRunner, tmp_path: Path) -> None:
+    runner, called_here = make_noting_runner(make_runner)
     trajectories = make_trajectories(["a", "bb", "ccc", "dddd"], folder=[str(tmp_path)] * 4)
     runner.begin(trajectories[2:])
     wait_for(lambda: noted(tmp_path) == ["async-ccc", "async-dddd", "ccc", "dddd"])
-    assert called_here == []  # it would take the interpreter from whoever collects completions
+    assert called_here == []  # it would take the interpreter from the collector
     scores = runner.score(trajectories)
     assert values(scores.components["note"]) == [1.0, 2.0, 3.0, 4.0]
     assert values(scores.components["note_async"]) == [7.0, 8.0, 9.0, 10.0]
@@ -112,13 +117,7 @@ def test_closing_ends_what_was_begun(make_runner: MakeRunner, tmp_path: Path) ->
 
 @pytest.mark.processes
 def test_scored_groups_are_not_asked_again(make_runner: MakeRunner, tmp_path: Path) -> None:
-    called_here: list[str] = []
-
-    def closure(completion: str) -> float:
-        called_here.append(completion)
-        return 1.0
-
-    runner = make_runner("sample_rewards.note", sample_rewards.note_async, closure)
+    runner, called_here = make_noting_runner(make_runner)
     trajectories = make_trajectories(["a", "bb", "ccc", "dddd"], folder=[str(tmp_path)] * 4)
     asyncio.run(runner.score_group(trajectories[2:]))
     assert noted(tmp_path) == ["async-ccc", "async-dddd", "ccc", "dddd"] and called_here == []
